@@ -165,9 +165,11 @@ class History(RuleBasedStateMachine):
             self.settle(island)
         else:
             exchange = island.exchange
-            waited = island.member.clock() - exchange._posted_at
-            waited -= exchange._took if exchange._is_late else 0.0
-            assert waited < GRACE or exchange.lacks, f"{island.name} waits without a reason"
+            waited = island.member.clock() - exchange.posted_at
+            waited -= exchange.patience
+            assert waited < GRACE or island.member.rounds.lacks, (
+                f"{island.name} waits without a reason"
+            )
 
     def settle(self, island):
         """Accounts for the rounds that have passed for an island, as the store tells them."""

@@ -17,10 +17,9 @@ from typing import Any, Literal, NamedTuple
 import optax
 
 from jaxsparse.islands.arithmetic import Arithmetic
-from jaxsparse.islands.exchange import Exchange, Report
-from jaxsparse.islands.member import IslandState, Member
+from jaxsparse.islands.member import Exchange, IslandState, Member, Report
+from jaxsparse.islands.protocol import decision_key, list_rounds
 from jaxsparse.islands.records import Decision
-from jaxsparse.islands.rounds import decision_key, rounds_in
 from jaxsparse.islands.store import UnreachableError
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Step
@@ -313,7 +312,7 @@ def simulate(
                 plan(now + takes(name)[did], name)
     decisions = [
         Decision.from_bytes(store.get(decision_key(round)) or b"", round)[0]
-        for round in rounds_in(store, "decisions")
+        for round in list_rounds(store, "decisions")
     ]
     for name, one in islands.items():
         for life, round, steps in one.left:

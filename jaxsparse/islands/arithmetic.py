@@ -23,7 +23,7 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
 from jaxsparse.feedback.store import ErrorFeedbackState
-from jaxsparse.islands.lead import gathered
+from jaxsparse.islands.processes import gather
 from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.worker import Select, displacement, picked, put_back, replaced, skips, widened
 from jaxsparse.processes.digest import Digested
@@ -80,8 +80,8 @@ class Arithmetic:
         self._pick = params
         self._init = jax.jit(self._tx.init)
         # The step may donate its own state.
-        self.copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-        self._widened = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
+        self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+        self._widen = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
         self._put_back = jax.jit(functools.partial(put_back, params))
         self._known: dict[Any, tuple[int, str]] = {}
         self.begin = jax.jit(self._begin)
@@ -106,8 +106,8 @@ class Arithmetic:
             )
         check_arrays("leaf", state)
         picked("params", self._pick, state)  # raises
-        params = self._widened(self._pick(state))
-        outer = self._first(params)
+        params = self._widen(self._pick(state))
+        outer = self._init_state(params)
         for path, leaf in tree_flatten_with_path(outer)[0]:
             if leaf.dtype.name not in DTYPES:
                 raise ValueError(
@@ -117,7 +117,7 @@ class Arithmetic:
                 )
         return Shared(params, outer)
 
-    def described(self, shared: Shared, own: Any) -> tuple[int, str]:
+    def describe(self, shared: Shared, own: Any) -> tuple[int, str]:
         """The number of words of a message, and a digest of what islands must have in common.
 
         That is the program `shared`, what it works on, and the names of arrays.
@@ -162,12 +162,12 @@ class Arithmetic:
         """The arrays of a snapshot."""
         for path, leaf in tree_flatten_with_path(shared)[0]:
             if not is_marked(path):
-                yield keystr(path), gathered(leaf)
+                yield keystr(path), gather(leaf)
 
     def from_arrays(self, arrays: Iterable[np.ndarray], shared: Shared) -> Shared:
         """`shared` with the arrays of a snapshot. What is this island's own stays."""
         found = iter(arrays)
-        place = lambda leaf, own: leaf if own else placed(next(found), leaf)
+        place = lambda leaf, own: leaf if own else place_as(next(found), leaf)
         return map_marked(place, jax.tree.map(jnp.asarray, shared))
 
     def prepare(self, members: int, begun: Begun, before: Shared) -> None:
@@ -182,9 +182,9 @@ class Arithmetic:
 
     def without_debts(self, shared: Shared) -> Shared:
         """Without anything of this island's own, as it starts."""
-        return merged(shared, own_leaves(self._first(shared.params)))
+        return with_own(shared, own_leaves(self._init_state(shared.params)))
 
-    def _first(self, params: Any) -> Any:
+    def _init_state(self, params: Any) -> Any:
         """An outer state as it starts, cut over devices as the parameters are.
 
         Zeros depend on no parameter, so that XLA alone would put all of them on one device.
@@ -280,12 +280,15 @@ class Arithmetic:
         return self._put_back(worker, params, jnp.bool_(True))
 
 
-def placed(x: Any, like: Array) -> Array:
+def place_as(x: Any, like: Any) -> Any:
     """`x` on the devices of `like`. Where `like` is bound to none, `x` isn't either.
 
     Bound to other devices than before, it would have programs compiled again. Scalars, and
     residuals that are still zeros, go to wherever the parameters are.
     """
+    like = jnp.asarray(like)
+    if isinstance(x, jax.Array) and x.sharding == like.sharding:
+        return x
     if not like.committed:
         return jnp.asarray(x)
     if isinstance(x, np.ndarray) and not like.is_fully_addressable:
@@ -322,7 +325,7 @@ def own_leaves(outer: Any) -> list[Any]:
     return [leaf for path, leaf in tree_flatten_with_path(outer)[0] if is_marked(path)]
 
 
-def merged(shared: Shared, own: list[Any]) -> Shared:
+def with_own(shared: Shared, own: list[Any]) -> Shared:
     """`shared`, with an island's own arrays."""
     given = iter(own)
     pick = lambda leaf, is_own: next(given) if is_own else leaf

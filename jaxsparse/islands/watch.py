@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jaxsparse.islands.protocol import decision_key, list_posted, list_rounds
 from jaxsparse.islands.records import BrokenError, Decision
-from jaxsparse.islands.rounds import decision_key, posted, rounds_in
 from jaxsparse.islands.store import Objects
 
 
@@ -65,7 +65,7 @@ def history(store: Objects, last: int = 20) -> History:
         ValueError: the store holds no run.
         UnreachableError: the store does not answer.
     """
-    decided, snapshots = (rounds_in(store, each) for each in ("decisions", "snapshots"))
+    decided, snapshots = (list_rounds(store, each) for each in ("decisions", "snapshots"))
     if not snapshots:
         raise ValueError(f"{store} holds no run: the first island to join one writes a snapshot")
     newest = max(decided, default=-1) + 1
@@ -74,7 +74,7 @@ def history(store: Objects, last: int = 20) -> History:
 
 
 def _seen(store: Objects, round: int) -> Seen:
-    there = sorted({name for name, _ in posted(store, round)})
+    there = sorted({name for name, _ in list_posted(store, round)})
     data = store.get(decision_key(round))
     if data is None:
         return Seen(round, None, tuple(there), "")

@@ -1,7 +1,7 @@
 """Several processes of one island: the first one talks to the store, and all others follow it.
 
 What an island does depends on the store's answers and on a clock. All else is computed, and alike
-in all processes. So `led` asks in the first process alone, and tells the others what it found, or
+in all processes. So `lead` asks in the first process alone, and tells the others what it found, or
 which error was raised. Then all processes do the same, in the same order, errors with it.
 
 Others don't read from the store themselves: the bytes would cross the slow link once a process, and
@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxsparse.islands.protocol import GoneError
 from jaxsparse.islands.records import Decision
-from jaxsparse.islands.rounds import GoneError
 from jaxsparse.islands.store import UnreachableError
 from jaxsparse.processes.group import Group, whole_group
 
@@ -56,7 +56,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def led(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+def lead(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
     """What a function returns or raises in the first process, in all of them.
 
     Call it in all processes, in the same order. The result is a `Decision`, a number, a text, None,
@@ -66,7 +66,7 @@ def led(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         return function(*args, **named)
     group = _group()
     if not is_first():
-        return _heard(msgspec.json.decode(group.announce(None), type=_Told))
+        return _hear(msgspec.json.decode(group.announce(None), type=_Told))
     try:
         found = function(*args, **named)
     except BaseException as error:
@@ -80,7 +80,7 @@ def _tell(group: Group, told: _Told) -> None:
     group.announce(msgspec.json.encode(told).decode())
 
 
-def _heard(told: _Told) -> Any:
+def _hear(told: _Told) -> Any:
     if not told.error:
         return told.found
     kind = _ERRORS.get(told.error)
@@ -118,7 +118,7 @@ def spread(
         yield data.view(dtype).reshape(shape)
 
 
-def gathered(x: Any) -> np.ndarray:
+def gather(x: Any) -> np.ndarray:
     """An array that may be spread over the devices of several processes, in each of them."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)

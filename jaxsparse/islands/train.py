@@ -1,12 +1,11 @@
 """Training on an island: local steps, and beside them a thread that exchanges with others."""
 
 import math
-import operator
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -15,16 +14,13 @@ import optax
 
 from jaxsparse.arrays.settings import static_float, static_int
 from jaxsparse.islands.arithmetic import Arithmetic, structs
-from jaxsparse.islands.exchange import Exchange, Report
-from jaxsparse.islands.lead import led
-from jaxsparse.islands.member import IslandState, Member
+from jaxsparse.islands.member import Exchange, IslandState, Member, Report
+from jaxsparse.islands.processes import lead
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
-from jaxsparse.islands.threads import Patient, Running, Writer
+from jaxsparse.islands.threads import Running, Silence, Writer
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step, stepped
-
-_KEPT = 1000  # reports of rounds, and at most twice as many
 
 
 class Status(NamedTuple):
@@ -34,7 +30,7 @@ class Status(NamedTuple):
         name: its name.
         life: a word that its messages and decisions carry beside the name. It changes at `join`.
         round: the round that it is in.
-        rounds: reports of the last rounds, the oldest first, at least 1,000 if there were so many.
+        rounds: reports of the last 1,000 rounds, the oldest first.
         counted: in how many rounds its message counted, of those that it posted in.
         posted: in how many rounds it posted.
         sent: bytes of its messages.
@@ -220,7 +216,7 @@ class Islands:
         self._left: Running | None = None  # what `leave` did not wait for
         self._waiting = 0.0
         self._round, self._has_joined = 0, False
-        self._former: tuple[int, ...] = (0, 0, 0, 0)  # numbers of rounds whose reports are gone
+        self._is_told = False  # whether it has warned that it can't join yet
         self._loss_of, self._losses = loss, _Losses()
         self._is_checked = False  # whether the step returned what it must
 
@@ -259,10 +255,32 @@ class Islands:
                     f"{self._member.name} for {self._patience:g} s, and it can't join before that"
                 )
         self._running = self._left = None
-        patient = Patient(self._member.name, self._poll, self._patience)
-        joined = self._member.join(state, self._settings, patient)
+        self._is_told = False
+        joined = self._member.join(state, self._settings, self._try)
         self._round, self._has_joined = joined.round, True
         return joined
+
+    def _try(self, function: Callable[[], Any], at: Callable[[], Any] = lambda: None) -> Any:
+        """Calls a function until the store answers. `at()` is how far it has come.
+
+        Raises:
+            UnreachableError: the store was silent for `patience` seconds.
+        """
+        silence = Silence(self._poll, self._patience)
+        while True:
+            try:
+                return function()
+            except UnreachableError as error:
+                if not self._is_told:
+                    warnings.warn(
+                        f"{self._member.name} can't join yet, and tries for {self._patience:g} s: "
+                        f"{error}",
+                        stacklevel=5,
+                    )
+                    self._is_told = True
+                if lead(silence.is_too_long, at()):
+                    raise
+            time.sleep(silence.wait)
 
     def __call__(
         self, state: Any, batch: Any, weight: float | None = None
@@ -296,7 +314,7 @@ class Islands:
                 )
             state = self.join(state)
         self._check(state)
-        worker, out = self._stepped(state.worker, batch)
+        worker, out = self._make_step(state.worker, batch)
         if self._loss_of is not None:
             self._losses.add(self._loss_of(out))
         state = state._replace(
@@ -305,11 +323,11 @@ class Islands:
             weight=state.weight + (weight or 0.0),
         )
         if state.steps >= self._overlap:
-            state = self._waited(state)
+            state = self._wait(state)
         if self._running is None and state.steps >= self._every:
-            state = self._begun(state)
+            state = self._begin(state)
             if self._overlap == 0:
-                state = self._waited(state)
+                state = self._wait(state)
         return state, out
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -337,7 +355,7 @@ class Islands:
                 "the one that the last call returned. If an interrupt has lost that, join with this"
             )
 
-    def _stepped(self, worker: Any, batch: Any) -> tuple[Any, Any]:
+    def _make_step(self, worker: Any, batch: Any) -> tuple[Any, Any]:
         if self._is_checked:
             return self._step(worker, batch)
         self._is_checked = True
@@ -366,11 +384,11 @@ class Islands:
                 return self._patience
             return max(0.0, began + patience - time.monotonic())
 
-        state = self._arrived(state, left())
+        state = self._finish(state, left())
         if state.steps and self._running is None:
-            state = self._arrived(self._begun(state), left())
-        if patience is None and self._running is not None and led(self._running.is_silent):
-            state = self._arrived(state)  # it has an end of its own, of `patience` seconds
+            state = self._finish(self._begin(state), left())
+        if patience is None and self._running is not None and lead(self._running.is_silent):
+            state = self._finish(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
             self._running.stop(left())
             self._left, self._running = self._running, None
@@ -383,41 +401,37 @@ class Islands:
                 "to join",
                 stacklevel=2,
             )
-        led(self._writer.wait, left())
+        lead(self._writer.wait, left())
         return state
 
     def status(self) -> Status:
         """How this island stands."""
-        reports, running = tuple(self._member.reports), self._running
-        counted, posted, sent, received = map(operator.add, self._former, _numbers(reports))
+        member, running = self._member, self._running
         return Status(
-            self._member.name,
-            self._member.life,
+            member.name,
+            member.life,
             self._round,
-            reports,
-            counted,
-            posted,
-            sent,
-            received,
+            tuple(member.reports),
+            *member.totals,
             self._waiting,
             None if running is None else running.trouble,
         )
 
-    def _begun(self, state: IslandState) -> IslandState:
+    def _begin(self, state: IslandState) -> IslandState:
         state, exchange = self._member.begin(state, self._losses.mean())
         if exchange is not None:
             self._running = Running(exchange, self._poll, self._patience)
             self._running.start()
         return state
 
-    def _waited(self, state: IslandState) -> IslandState:
-        """As `_arrived`, unless the store does not answer and the island may go on alone."""
+    def _wait(self, state: IslandState) -> IslandState:
+        """As `_finish`, unless the store does not answer and the island may go on alone."""
         over = state.steps - self._overlap if state.steps else 0
-        if self._running is None or (over < self._alone and led(self._running.is_stuck)):
+        if self._running is None or (over < self._alone and lead(self._running.is_stuck)):
             return state
-        return self._arrived(state)
+        return self._finish(state)
 
-    def _arrived(self, state: IslandState, seconds: float = math.inf) -> IslandState:
+    def _finish(self, state: IslandState, seconds: float = math.inf) -> IslandState:
         if self._running is None:
             return state
         began = time.monotonic()
@@ -429,15 +443,7 @@ class Islands:
         state = self._member.finish(state, exchange)
         self._round, self._running = state.round, None
         self._prepare(exchange)
-        self._forget()
         return state
-
-    def _forget(self) -> None:
-        """Drops reports of former rounds, which would fill the memory of a long run."""
-        reports = self._member.reports  # no thread adds any now
-        if len(reports) >= 2 * _KEPT:
-            self._former = tuple(map(operator.add, self._former, _numbers(reports[:-_KEPT])))
-            del reports[:-_KEPT]
 
     def _prepare(self, exchange: Exchange) -> None:
         """Compiles for a member fewer than in the last round, beside training.
@@ -453,13 +459,6 @@ class Islands:
                 args=(fewer, exchange.half, exchange.shared),
                 name="islands-compile",
             ).start()
-
-
-def _numbers(reports: Sequence[Report]) -> tuple[int, ...]:
-    """Of `Status`: counted, posted, sent, received."""
-    own = [report for report in reports if report.sent]
-    counted, sent = sum(report.counted for report in own), sum(report.sent for report in own)
-    return counted, len(own), sent, sum(report.received for report in reports)
 
 
 class _Losses:
