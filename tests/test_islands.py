@@ -27,8 +27,8 @@ from workers import some
 import jaxsparse
 from jaxsparse import islands
 from jaxsparse.__main__ import main
-from jaxsparse.islands import member as members_of, protocol, threads, watch
-from jaxsparse.islands.arithmetic import Arithmetic, Shared, _digest as digested
+from jaxsparse.islands import member as members_of, protocol, threads, train as training, watch
+from jaxsparse.islands.arithmetic import Arithmetic, Shared, _digest as digested, shared_leaves
 from jaxsparse.islands.store import UnreachableError
 
 NAMES = ("amsterdam", "bergen", "cork", "dover")
@@ -718,7 +718,8 @@ def test_an_island_joins_by_the_newest_snapshot_that_is_whole(damage, clock):
     assert store.names("snapshots") == ["00000002", "00000004"]
     newest = store.objects["snapshots/00000004"]
     with_arrays = lambda body: record("snapshot", body, round=4, settings=members[0].settings)
-    there = dict(members[0].arithmetic.arrays(Shared(states[0].params, states[0].outer)))
+    shared = Shared(states[0].params, states[0].outer)
+    there = {path: np.asarray(x) for path, x in shared_leaves(shared)}
     store.objects["snapshots/00000004"] = {
         "cut": newest[:-40],
         "flipped": newest[:-40] + b"\x01" + newest[-39:],
@@ -1061,12 +1062,10 @@ def test_losses_of_steps_are_averaged_over_a_round():
     state = train.join((jnp.zeros(3),))
     for batch in (1.0, 2.0, 5.0, float("nan")):
         state, _ = train(state, batch)
-    first, second, _ = watch.history(store).rounds
+    first, second, _ = watch.read_history(store).rounds
     assert (first.losses, second.losses) == ({"adam": 1.5}, {})
-    train._losses.add(jnp.bfloat16(256.0))
-    for _ in range(256):  # each is too little for a sum of so few bits
-        train._losses.add(jnp.bfloat16(1.0))
-    assert train._losses.mean() == 512 / 257
+    # Each is too little for a sum of so few bits.
+    assert training._mean([jnp.bfloat16(256.0)] + [jnp.bfloat16(1.0)] * 256) == 512 / 257
     train._loss_of = lambda out: jnp.zeros(2)
     with pytest.raises(ValueError, match=r"loss picks \(2,\) values"):
         train(state, 1.0)
@@ -1100,12 +1099,12 @@ def test_a_run_is_shown_from_its_store(tmp_path, capsys, clock):
     exchange.advance()
     store.create("decisions/00000001x", b"")
     before = sorted(path for path in tmp_path.rglob("*"))
-    found = watch.history(store)
+    found = watch.read_history(store)
     assert found.snapshots == (0,)
     open_round = watch.Seen(2, None, NAMES[:1], "")
     assert found.rounds[-1] == open_round
     assert [seen.members for seen in found.rounds[:-1]] == [NAMES[:2]] * 2
-    assert watch.history(store, 1).rounds == found.rounds[-2:]
+    assert watch.read_history(store, 1).rounds == found.rounds[-2:]
     status, printed = shown(capsys, tmp_path)
     assert status == 0
     assert all(name in printed.out for name in NAMES[:2])
@@ -1124,7 +1123,7 @@ def test_losses_and_broken_decisions_are_shown(tmp_path, capsys, clock):
         assert mine.advance()
         assert other.advance()
         states = [one.finish(states[0], mine), two.finish(states[1], other)]
-    first, *_, last = watch.history(store).rounds
+    first, *_, last = watch.read_history(store).rounds
     assert first.decision.waited == 10
     assert first.received == 2 * 4 * one.words
     assert (first.losses, last.losses) == ({NAMES[0]: 4.5}, {})
@@ -1385,7 +1384,7 @@ def test_a_saved_state_that_drifts_keeps_what_it_owes(clock, monkeypatch):
     digest = members_of.Exchange._digest_now
 
     def drifted(self):
-        differs = self.member is again and self.round == 3 and self._drifted_in < 3
+        differs = self.member is again and self.round == 3 and self.drifted_in < 3
         return digest(self)[::-1] if differs else digest(self)
 
     monkeypatch.setattr(members_of.Exchange, "_digest_now", drifted)
@@ -1454,7 +1453,7 @@ def test_names_that_are_no_snapshots_of_the_run_keep_nothing_from_it(clock):
         store.objects[f"snapshots/{name}"] = b""
     ran(members, states, 6, np.ones((6, 1, 6)), clock)
     assert members[0].rounds.snapshots() == [4, 6, 90, 91]
-    assert len(watch.history(store).rounds) == 7
+    assert len(watch.read_history(store).rounds) == 7
 
 
 def test_the_last_one_of_a_quorum_leaves():

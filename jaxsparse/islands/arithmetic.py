@@ -7,7 +7,7 @@ agree. What stays with an island itself comes from other programs.
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,6 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
 from jaxsparse.feedback.store import ErrorFeedbackState
-from jaxsparse.islands.processes import gather
 from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.worker import Select, displacement, picked, put_back, replaced, skips, widened
 from jaxsparse.processes.digest import Digested
@@ -61,23 +60,14 @@ class Begun(NamedTuple):
 
 
 class Arithmetic:
-    """Programs for an outer optimizer.
-
-    Args:
-        outer: see `Islands`.
-        params: see `Islands`.
-        weighted: see `Islands`.
-    """
+    """Programs for an outer optimizer. For the settings see `Islands`."""
 
     def __init__(
-        self,
-        outer: optax.GradientTransformation,
-        params: Select,
-        weighted: bool = False,
+        self, outer: optax.GradientTransformation, params: Select, weighted: bool = False
     ) -> None:
         self._weighted = weighted
         self._tx = optax.with_extra_args_support(outer)
-        self._pick = params
+        self.pick = params
         self._init = jax.jit(self._tx.init)
         # The step may donate its own state.
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -105,8 +95,8 @@ class Arithmetic:
                 "without a residual, such as by jaxsparse.dense: leave compression to outer"
             )
         check_arrays("leaf", state)
-        picked("params", self._pick, state)  # raises
-        params = self._widen(self._pick(state))
+        picked("params", self.pick, state)  # raises
+        params = self._widen(self.pick(state))
         outer = self._init_state(params)
         for path, leaf in tree_flatten_with_path(outer)[0]:
             if leaf.dtype.name not in DTYPES:
@@ -120,15 +110,11 @@ class Arithmetic:
     def describe(self, shared: Shared, own: Any) -> tuple[int, str]:
         """The number of words of a message, and a digest of what islands must have in common.
 
-        That is the program `shared`, what it works on, and the names of arrays.
-
-        Args:
-            shared: global parameters and outer state. Shapes and dtypes count alone.
-            own: an island's own parameters.
+        That is the program `shared`, what it works on, and the names of arrays. Of `shared` and of
+        the island's own parameters shapes and dtypes count alone.
 
         Raises:
-            ValueError: `outer` exchanges nothing, or not in one message: see
-                `feedback.by_message.post`.
+            ValueError: `outer` exchanges nothing, or not in one message.
         """
         key = str(jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), (shared, own)))
         if key not in self._known:
@@ -148,21 +134,9 @@ class Arithmetic:
         begun = jax.eval_shape(self._begin, own, shared, 0)
         weights = jax.ShapeDtypeStruct((2,), jnp.float32) if self._weighted else None
         program = jax.make_jaxpr(self._shared)(messages, weights, begun, shared)
-        names = [f"{path} {shape} {dtype}" for path, shape, dtype in self.like(shared)]
+        names = [f"{path} {x.shape} {x.dtype}" for path, x in shared_leaves(shared)]
         text = "\n".join([Digested(program, None, (), ()).digest, *names])
         return words, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    def like(self, shared: Shared) -> Iterator[tuple[str, tuple[int, ...], Any]]:
-        """Path, shape and dtype of each array that a snapshot has."""
-        for path, leaf in tree_flatten_with_path(shared)[0]:
-            if not is_marked(path):
-                yield keystr(path), jnp.shape(leaf), jnp.result_type(leaf)
-
-    def arrays(self, shared: Shared) -> Iterator[tuple[str, np.ndarray]]:
-        """The arrays of a snapshot."""
-        for path, leaf in tree_flatten_with_path(shared)[0]:
-            if not is_marked(path):
-                yield keystr(path), gather(leaf)
 
     def from_arrays(self, arrays: Iterable[np.ndarray], shared: Shared) -> Shared:
         """`shared` with the arrays of a snapshot. What is this island's own stays."""
@@ -175,10 +149,6 @@ class Arithmetic:
         messages = jax.ShapeDtypeStruct((members, begun.words.size), jnp.uint32)
         weights = jax.ShapeDtypeStruct((members,), jnp.float32) if self._weighted else None
         self.shared.lower(messages, weights, begun, before).compile()
-
-    def own(self, worker: Any) -> Any:
-        """An island's own parameters."""
-        return self._pick(worker)
 
     def without_debts(self, shared: Shared) -> Shared:
         """Without anything of this island's own, as it starts."""
@@ -203,13 +173,7 @@ class Arithmetic:
         return jax.jit(self._tx.init, out_shardings=there)(params)
 
     def _begin(self, own: Any, shared: Shared, rank: Any) -> Begun:
-        """An island's message.
-
-        Args:
-            own: its own parameters.
-            shared: global parameters and outer state.
-            rank: a number of its own, for draws that differ between islands.
-        """
+        """A message of an island's own parameters. By its `rank` islands draw differently."""
         finite = all_finite(jax.tree.leaves(own))
         moved = jax.tree.map(lambda x: jnp.where(finite, x, 0), displacement(shared.params, own))
         words, posted = by_message.post(
@@ -261,7 +225,7 @@ class Arithmetic:
 
         Moves that the island made since it began are kept. If they are not finite, it starts anew.
         """
-        places = picked("params", self._pick, worker)[0]
+        places = picked("params", self.pick, worker)[0]
         leaves = jax.tree.leaves(worker)
 
         def moved_on(i: int, g: Array, origin: Array) -> Array:
@@ -271,9 +235,8 @@ class Arithmetic:
 
         globals_, origins = jax.tree.leaves(params), jax.tree.leaves(begun.origin)
         values = [moved_on(i, g, origin) for i, g, origin in zip(places, globals_, origins)]
-        after = replaced(worker, places, values)
         finite = all_finite(values)
-        return put_back(self._pick, after, params, ~finite), finite
+        return put_back(self.pick, replaced(worker, places, values), params, ~finite), finite
 
     def put_back(self, worker: Any, params: Any) -> Any:
         """A training state at the global parameters, without numbers that are not finite."""
@@ -320,6 +283,12 @@ def _is_on_mesh(x: Any) -> bool:
     return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
+def shared_leaves(shared: Shared) -> list[tuple[str, Array]]:
+    """What all islands have alike, and a snapshot has, with the paths."""
+    leaves = tree_flatten_with_path(shared)[0]
+    return [(keystr(path), jnp.asarray(leaf)) for path, leaf in leaves if not is_marked(path)]
+
+
 def own_leaves(outer: Any) -> list[Any]:
     """The arrays of an outer state that are an island's own."""
     return [leaf for path, leaf in tree_flatten_with_path(outer)[0] if is_marked(path)]
@@ -332,33 +301,23 @@ def with_own(shared: Shared, own: list[Any]) -> Shared:
     return shared._replace(outer=map_marked(pick, shared.outer))
 
 
-def _is_feedback(node: Any) -> bool:
-    return isinstance(node, ErrorFeedbackState)
-
-
 def has_residual(shared: Shared) -> bool:
     """Whether an island keeps what was not sent. `dense` and `decay=0` leave nothing of it."""
-    nodes = jax.tree.leaves(shared.outer, is_leaf=_is_feedback)
-    return any(_is_feedback(node) and node.residual for node in nodes)
+    is_feedback = lambda node: isinstance(node, ErrorFeedbackState)
+    nodes = jax.tree.leaves(shared.outer, is_leaf=is_feedback)
+    return any(is_feedback(node) and node.residual for node in nodes)
 
 
 def _digest(shared: Shared) -> UInt32[Array, " 2"]:
     """Two sums over all bits that islands share. Integer sums don't depend on their order."""
     sums = jnp.zeros(2, jnp.uint32)
-    for i, (path, leaf) in enumerate(tree_flatten_with_path(shared)[0]):
-        if is_marked(path):
-            continue
+    for i, (_, leaf) in enumerate(shared_leaves(shared)):
         x = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
         # Of values of 64 bits it makes two.
-        bits = jax.lax.bitcast_convert_type(x, _unsigned(x.dtype)).reshape(-1).astype(jnp.uint32)
+        words = jnp.dtype(f"uint{8 * min(4, x.dtype.itemsize)}")
+        bits = jax.lax.bitcast_convert_type(x, words).reshape(-1).astype(jnp.uint32)
         place = jnp.arange(bits.size, dtype=jnp.uint32) + jnp.uint32(1_000_003 * (i + 1) % 2**32)
         mixed = (bits ^ (bits >> jnp.uint32(15))) * (place * jnp.uint32(0x9E3779B1) | jnp.uint32(1))
-        more = mixed ^ (mixed >> jnp.uint32(13))
-        more *= jnp.uint32(0x85EBCA77)
+        more = (mixed ^ (mixed >> jnp.uint32(13))) * jnp.uint32(0x85EBCA77)
         sums += jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in (mixed, more)])
     return sums
-
-
-def _unsigned(dtype: Any) -> Any:
-    size = jnp.dtype(dtype).itemsize
-    return {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[size]

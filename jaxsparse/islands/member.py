@@ -30,6 +30,7 @@ from jaxsparse.islands.arithmetic import (
     has_residual,
     own_leaves,
     place_as,
+    shared_leaves,
     with_own,
 )
 from jaxsparse.islands.processes import check_alike, gather, is_first, lead, spread
@@ -121,6 +122,7 @@ class Member:
         reports: what became of its last rounds.
         totals: of all rounds, how often it counted and sent, and bytes that it sent and received.
         keeps: whether it keeps what has not been sent. If not, its late messages would be zeros.
+        dtypes: those of the island's own parameters.
         has_joined: whether this life has begun to train, and has not left.
         is_restored: whether it began from a saved state, and has not dropped what that owed.
         has_counted: whether a message of this life has counted.
@@ -159,7 +161,7 @@ class Member:
         self.totals = 0, 0, 0, 0
         self._rounds: Rounds | None = None
         self.settings, self.words = "", 0
-        self.keeps = True
+        self.keeps, self.dtypes = True, None
         self.has_joined = self.is_restored = self.has_counted = False
         self._began = 0.0  # when the last exchange began, or the first steps
 
@@ -181,17 +183,12 @@ class Member:
     ) -> IslandState:
         """The state to go on from: the newest snapshot and decisions since, or the first of all.
 
-        Args:
-            state: a training state, or an `IslandState` that this island saved.
-            settings: what all processes of this island have in common besides, in JSON's types.
-            tries: calls functions that ask the store.
+        `settings` are what all processes of this island have in common besides, in JSON's types.
 
         Raises:
             ValueError: the state is another island's; the store holds another run, or none
                 although the state is of one; or see `processes.check_alike`.
-            UnreachableError: the store does not answer, or does not show what must be there: the
-                snapshot that it was given, one that it lists, or the decision before the state's
-                round.
+            UnreachableError: the store does not answer, or does not show what must be there.
             RuntimeError: see `Exchange.advance`.
         """
         own = state.worker if isinstance(state, IslandState) else state
@@ -202,7 +199,8 @@ class Member:
             )
         shared = self.arithmetic.start(own)
         self.keeps, self.is_restored = has_residual(shared), isinstance(state, IslandState)
-        picked = self.arithmetic.own(own)
+        picked = self.arithmetic.pick(own)
+        self.dtypes = jax.tree.map(jnp.result_type, picked)
         self.words, digest = self.arithmetic.describe(shared, picked)
         # So that all islands agree on who may take part.
         self.settings = digest if self._members is None else _digest_names(digest, self._members)
@@ -233,7 +231,7 @@ class Member:
         """A first state."""
         shared, round = tries(functools.partial(self._find_origin, shared))
         self._begin_life(tries)
-        exchange = Exchange(self, shared, round, self.arithmetic.own(own))
+        exchange = Exchange(self, shared, round)
         tries(exchange.advance, lambda: exchange.round)
         worker = self.arithmetic.put_back(own, exchange.shared.params)
         return IslandState(worker, *exchange.shared, exchange.round, 0, 0.0, self.rank)
@@ -244,8 +242,7 @@ class Member:
         round, steps, weight = int(state.round), int(state.steps), float(state.weight)
         tries(functools.partial(self._check_run, round))
         self._begin_life(tries)
-        own = self.arithmetic.own(state.worker)
-        exchange = Exchange(self, Shared(state.params, state.outer), round, own)
+        exchange = Exchange(self, Shared(state.params, state.outer), round)
         begun = exchange.begin_idle()
         tries(exchange.advance, lambda: exchange.round)
         shared, round = exchange.shared, exchange.round
@@ -302,11 +299,10 @@ class Member:
     ) -> tuple[IslandState, "Exchange | None"]:
         """Ends the local steps of a round: the state to go on from, and the exchange to advance.
 
-        `loss` is the mean loss of these steps, for those who watch.
         If parameters are not finite, there is no exchange: the island starts the round anew.
         """
         shared = Shared(state.params, state.outer)
-        own = self.arithmetic.own(state.worker)
+        own = self.arithmetic.pick(state.worker)
         begun = self.arithmetic.begin(own, shared, self.rank)
         took, self._began = self.clock() - self._began, self.clock()
         if not bool(begun.finite):
@@ -314,7 +310,7 @@ class Member:
             worker = self.arithmetic.put_back(state.worker, state.params)
             return state._replace(worker=worker, steps=0, weight=0.0), None
         weight = state.weight if self.weighted else 1.0
-        exchange = Exchange(self, shared, state.round, own, begun, weight, took, loss)
+        exchange = Exchange(self, shared, state.round, begun, weight, took, loss)
         return state._replace(steps=0), exchange
 
     def finish(self, state: IslandState, exchange: "Exchange") -> IslandState:
@@ -361,7 +357,7 @@ class Member:
             UnreachableError: it lists some, and shows none that can be read.
             ValueError: it lists some, and all are another run's.
         """
-        like, arrays = list(self.arithmetic.like(shared)), list[np.ndarray]()
+        like, arrays = shared_leaves(shared), list[np.ndarray]()
 
         def read() -> int | None:
             trouble: Exception | None = None
@@ -392,8 +388,7 @@ class Member:
         round = lead(read)
         if round is None:
             return None
-        found = spread(arrays, [(shape, dtype) for _, shape, dtype in like])
-        return self.arithmetic.from_arrays(found, shared), round
+        return self.arithmetic.from_arrays(spread(arrays, [x for _, x in like]), shared), round
 
     def keep(self, round: int, snapshot: bytes) -> None:
         """Writes a snapshot, and deletes what is not needed any more."""
@@ -405,7 +400,7 @@ class Member:
 
     def snapshot(self, shared: Shared, round: int) -> bytes:
         """What `read_newest` reads, of the start of a round. Only the first process has it."""
-        arrays = list(self.arithmetic.arrays(shared))  # each is gathered from all processes
+        arrays = [(path, gather(x)) for path, x in shared_leaves(shared)]  # in all processes
         return to_snapshot(round, self.settings, arrays) if is_first() else b""
 
 
@@ -425,50 +420,35 @@ class Exchange:
 
     An island that is late follows the decisions that it missed, and sends what it owes in the round
     that is open then. Else one that is slower than the others would never count.
-
-    Attributes:
-        member: the island.
-        shared: what islands share as the round begins, with what is this island's own.
-        round: the round.
-        own: the island's own parameters. Their dtypes count alone.
-        begun: its half of the exchange, or None to replay rounds only.
-        weight: what its message weighs.
-        took: seconds that its own steps took.
-        loss: mean loss of these steps, for those who watch.
-        phase: what it does now.
-        half: its message: that of `begun`, or what it owes, if it was late.
-        counted: whether a message of it counted.
-        was_sent: whether a former life of it sent messages that counted.
     """
 
     member: Member
-    shared: Shared
+    shared: Shared  # what islands share as the round begins, with what is this island's own
     round: int
-    own: dataclasses.InitVar[Any]
-    begun: Begun | None = None
-    weight: float = 1.0
-    took: float = 0.0
-    loss: float | None = None
-    phase: Phase = dataclasses.field(default=Phase.OWN, init=False)
-    half: Begun | None = dataclasses.field(default=None, init=False)
-    counted: bool = dataclasses.field(default=False, init=False)
-    was_sent: bool = dataclasses.field(default=False, init=False)
+    begun: Begun | None = None  # its half of the exchange, or None to replay rounds only
+    weight: float = 1.0  # of its message
+    took: float = 0.0  # seconds of its own steps
+    loss: float | None = None  # their mean, for those who watch
+    phase: Phase = Phase.OWN
+    half: Begun | None = None  # its message: that of `begun`, or what it owes, if it was late
+    counted: bool = False  # whether a message of it counted
+    was_sent: bool = False  # whether a former life of it sent messages that counted
+    posted_at: float | None = None
+    post_after: float = 0.0  # so many seconds, it posts again if the store does not show it
+    drifted_in: int = -1  # the last round in which it found that it had drifted
+    words: np.ndarray | None = None  # of its message, on the host
+    digest: str | None = None  # of `shared`
+    snapshot: tuple[int, bytes] | None = None  # one that the store did not take yet
+    # What this process has seen of the round, if it asks the store: the decision and seconds until
+    # it, and the messages that count.
+    seen: tuple[Decision, float | None] | None = None
+    messages: list[np.ndarray] | None = None
 
-    def __post_init__(self, own: Any) -> None:
-        self._dtypes = jax.tree.map(jnp.result_type, own)
+    def __post_init__(self) -> None:
+        self._first = self.round  # rounds before it are replayed if the island has drifted
         self.half = self.begun
         if self.begun is None:
             self.phase = Phase.LAST
-        self._words: np.ndarray | None = None  # of its message, on the host
-        self.posted_at: float | None = None
-        self._post_after = 0.0  # so many seconds, it posts again if the store does not show it
-        # What this process has seen of the round, if it asks the store.
-        self._seen: tuple[Decision, float | None] | None = None
-        self._read: tuple[int, list[np.ndarray]] | None = None  # of a round, messages that count
-        self._snapshot: tuple[int, bytes] | None = None  # one that the store did not take yet
-        self._digest: str | None = None
-        self._first = self.round  # rounds before it are replayed if the island has drifted
-        self._drifted_in = -1  # the last round in which it found that it had drifted
 
     @property
     def is_done(self) -> bool:
@@ -493,7 +473,7 @@ class Exchange:
                 message that counts and no snapshot after it. Call it again.
             RuntimeError: a later life of this island takes part, so that this one is at an end.
         """
-        if self._snapshot is not None:
+        if self.snapshot is not None:
             self._keep()
         while not self.is_done:
             if self._has_message:
@@ -506,7 +486,7 @@ class Exchange:
                 self._absorb(decision, None, None)
             owes = not (self.counted or self.was_sent) and self.member.keeps
             if self.phase is Phase.LATE and owes:
-                self.half, self._words, self.posted_at = self.begin_idle(), None, None
+                self.half, self.words, self.posted_at = self.begin_idle(), None, None
                 self.phase = Phase.OWED
             else:
                 self.phase = Phase.DONE
@@ -515,8 +495,8 @@ class Exchange:
     def prepare(self) -> None:
         """Computes what `look` needs of devices, in all processes."""
         assert self.half is not None
-        if self._words is None:
-            self._words = gather(self.half.words)
+        if self.words is None:
+            self.words = gather(self.half.words)
         self._digest_now()
 
     def look(self) -> bool:
@@ -526,17 +506,17 @@ class Exchange:
         """
         if not self._has_message:
             return True
-        if self._seen is None:
-            self._seen = self._await_decision()
-        if self._seen is None:
+        if self.seen is None:
+            self.seen = self._await_decision()
+        if self.seen is None:
             return False
         with contextlib.suppress(GoneError):  # `advance` meets it again
-            self._read_messages(self._seen[0])
+            self._read(self.seen[0])
         return True
 
     def _look(self) -> tuple[Decision, float | None] | None:
         self.look()
-        return self._seen
+        return self.seen
 
     def _await_decision(self) -> tuple[Decision, float | None] | None:
         """The decision on its message, and how long that took. It posts, unless it is late."""
@@ -545,7 +525,7 @@ class Exchange:
             if (decision := rounds.decided(self.round)) is not None:
                 return decision, None
             self._post()
-            self.posted_at, self._post_after = clock(), rounds.grace
+            self.posted_at, self.post_after = clock(), rounds.grace
         waited = clock() - self.posted_at
         # What is owed is sent at the start of a round: others have their steps before them, and are
         # given the time that its own took.
@@ -554,8 +534,8 @@ class Exchange:
             return decision, waited
         if waited < rounds.grace or rounds.is_listed:
             return None
-        if waited >= self._post_after:
-            self._post_after = 2 * waited + 1.0  # messages are large: a few times, and not always
+        if waited >= self.post_after:
+            self.post_after = 2 * waited + 1.0  # messages are large: a few times, and not always
             self._post()
         raise not_shown(self.member.store, f"the message of round {self.round} that it was given")
 
@@ -565,10 +545,10 @@ class Exchange:
         return self.took if self.phase is Phase.OWED else 0.0
 
     def _post(self) -> None:
-        assert self._words is not None
+        assert self.words is not None
         self.member.rounds.post(
             self.round,
-            self._words,
+            self.words,
             # Of too many steps, or too few after rounding: others would leave the message out.
             weight=min(max(self.weight, WEIGHTS[0]), WEIGHTS[1]),
             digest=self._digest_now(),
@@ -576,13 +556,13 @@ class Exchange:
             loss=self.loss,
         )
 
-    def _read_messages(self, decision: Decision) -> None:
-        if self._read is None or self._read[0] != decision.round:
-            self._read = decision.round, self.member.rounds.read(decision)
+    def _read(self, decision: Decision) -> None:
+        if self.messages is None:
+            self.messages = self.member.rounds.read(decision)
 
     def begin_idle(self) -> Begun:
         """An exchange that began right from the global parameters."""
-        own = jax.tree.map(narrow, self.shared.params, self._dtypes)
+        own = jax.tree.map(narrow, self.shared.params, self.member.dtypes)
         return self.member.arithmetic.begin(own, self.shared, self.member.rank)
 
     def _absorb(self, decision: Decision, begun: Begun | None, waited: float | None) -> None:
@@ -590,12 +570,12 @@ class Exchange:
         member, before = self.member, self.shared
         self._check_life(decision)
         try:
-            lead(self._read_messages, decision)
+            lead(self._read, decision)
         except GoneError:
             self._jump(decision, begun)
             return
-        like = [((member.words,), np.uint32)] * len(decision.members)
-        messages = np.stack(list(spread(self._read[1] if self._read else (), like)))
+        like = [np.empty(member.words, np.uint32)] * len(decision.members)
+        messages = np.stack(list(spread(self.messages or (), like)))
         half = self.begin_idle() if begun is None else begun
         counts = decision.lives.get(member.name) == member.life
         weights = None
@@ -623,8 +603,8 @@ class Exchange:
         self, shared: Shared, round: int, counts: bool, begun: Begun | None, was_sent: bool
     ) -> None:
         """Begins a round. Notes what became of its own message, if the last one was its round."""
-        self.shared, self.round, self._digest = shared, round, None
-        self._seen = self._read = None
+        self.shared, self.round, self.digest = shared, round, None
+        self.seen = self.messages = None
         if was_sent:
             self.was_sent, self.member.is_restored = True, False
         if begun is not None:
@@ -663,7 +643,7 @@ class Exchange:
     def _reload(self, decision: Decision, after: Shared) -> tuple[Shared, int] | None:
         """A snapshot to go back to, and its round, because this island has drifted from most."""
         member = self.member
-        if decision.round <= self._drifted_in:
+        if decision.round <= self.drifted_in:
             return None  # what differs again will go on to differ
         found = member.read_newest(after)
         warnings.warn(
@@ -672,7 +652,7 @@ class Exchange:
             f"the snapshot of round {found[1] if found else '?'}, and replays",
             stacklevel=2,
         )
-        self._drifted_in = decision.round
+        self.drifted_in = decision.round
         if found is None or found[1] > decision.round:
             return None
         return with_own(found[0], own_leaves(after.outer)), found[1]
@@ -714,7 +694,7 @@ class Exchange:
         turn, own = self.round // every % len(members), members.index(member.name)
         is_next = own == (turn + 1) % len(members)
         if own == turn or (is_next and self.round - self._find_newest() > every):
-            self._snapshot = self.round, member.snapshot(self.shared, self.round)
+            self.snapshot = self.round, member.snapshot(self.shared, self.round)
             self._keep()
 
     def _find_newest(self) -> int:
@@ -722,15 +702,15 @@ class Exchange:
         return max((r for r in lead(self.member.rounds.snapshots) if r <= self.round), default=0)
 
     def _keep(self) -> None:
-        assert self._snapshot is not None
-        self.member.keep(*self._snapshot)
-        self._snapshot = None
+        assert self.snapshot is not None
+        self.member.keep(*self.snapshot)
+        self.snapshot = None
 
     def _digest_now(self) -> str:
-        if self._digest is None:
+        if self.digest is None:
             low, high = gather(self.member.arithmetic.digest(self.shared)).tolist()
-            self._digest = f"{high:08x}{low:08x}"
-        return self._digest
+            self.digest = f"{high:08x}{low:08x}"
+        return self.digest
 
 
 class _Forward:

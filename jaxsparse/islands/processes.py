@@ -17,7 +17,6 @@ process may wait for other islands for minutes or hours. Collectives that wait s
 One process leads itself: it calls the function, and keeps the arrays.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -89,20 +88,16 @@ def _hear(told: _Told) -> Any:
     raise error
 
 
-def spread(
-    arrays: Sequence[np.ndarray], like: Sequence[tuple[tuple[int, ...], Any]]
-) -> Iterator[np.ndarray]:
+def spread(arrays: Sequence[np.ndarray], like: Sequence[Any]) -> Iterator[np.ndarray]:
     """The arrays of the first process, in all of them, one by one.
 
-    Args:
-        arrays: the arrays. Those of other processes don't matter.
-        like: shape and dtype of each, in all processes.
+    Those of others don't matter. All processes have arrays `like` these in shape and dtype.
     """
     if jax.process_count() == 1:
         yield from arrays
         return
-    for i, (shape, dtype) in enumerate(like):
-        size = math.prod(shape) * np.dtype(dtype).itemsize
+    for i, x in enumerate(like):
+        size = x.size * x.dtype.itemsize
         if is_first():
             data = np.ascontiguousarray(arrays[i]).reshape(-1).view(np.uint8)
         else:
@@ -115,7 +110,7 @@ def spread(
             heard = multihost_utils.broadcast_one_to_all(block)
             if not is_first():
                 part[:] = heard[: part.size]
-        yield data.view(dtype).reshape(shape)
+        yield data.view(x.dtype).reshape(x.shape)
 
 
 def gather(x: Any) -> np.ndarray:

@@ -8,10 +8,9 @@ format of safetensors. Nothing is unpickled.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 import safetensors
@@ -25,7 +24,7 @@ _HASH = 32
 WEIGHTS = 1e-20, 1e20  # sums and shares of these are normal numbers of float32
 
 # What safetensors calls the types of arrays that a snapshot may have.
-DTYPES = {"bool": "BOOL", "bfloat16": "BF16", "complex64": "C64"}
+DTYPES = {"bool": "BOOL", "bfloat16": "BF16"}
 for _bits in (8, 16, 32, 64):
     DTYPES |= {f"int{_bits}": f"I{_bits}", f"uint{_bits}": f"U{_bits}"}
     DTYPES |= {f"float{_bits}": f"F{_bits}"} if _bits > 8 else {}
@@ -91,12 +90,12 @@ class Record(
         try:
             record = msgspec.json.decode(whole[start : start + length], type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BrokenError(f"its header is wrong: {error}") from None
+            raise BrokenError(f"its header is wrong: {str(error)[:200]!r}") from None
         if settings is not None and record.settings != settings:
             raise ForeignError(
-                f"its settings are {record.settings}, and this run's are {settings}: another "
-                "model, outer optimizer, exchange or list of members, or another version of JAX or "
-                "jaxsparse"
+                f"its settings are {record.settings[:64]!r}, and this run's are {settings!r}: "
+                "another model, outer optimizer, exchange or list of members, or another version "
+                "of JAX or jaxsparse"
             )
         if record.round != round:
             raise BrokenError(f"it says that it is of round {record.round}")
@@ -172,15 +171,9 @@ def to_snapshot(round: int, settings: str, leaves: Iterable[tuple[str, np.ndarra
 
 
 def from_snapshot(
-    data: bytes, round: int, settings: str, like: Iterable[tuple[str, tuple[int, ...], Any]]
+    data: bytes, round: int, settings: str, like: Sequence[tuple[str, Any]]
 ) -> list[np.ndarray]:
-    """The arrays of a snapshot.
-
-    Args:
-        data: the object.
-        round: see `Record.from_bytes`.
-        settings: see `Record.from_bytes`.
-        like: path, shape and dtype of each array that it must have.
+    """The arrays of a snapshot, which must be like others with their paths, in their order.
 
     Raises:
         BrokenError: it is no snapshot of such arrays.
@@ -190,14 +183,11 @@ def from_snapshot(
         found = dict(safetensors.deserialize(bytes(body)))
     except safetensors.SafetensorError as error:
         raise BrokenError(f"its arrays can't be read: {error}") from None
-    wanted = {path: (list(shape), jnp.dtype(dtype)) for path, shape, dtype in like}
-    described = {path: (shape, DTYPES[dtype.name]) for path, (shape, dtype) in wanted.items()}
+    described = {path: (list(x.shape), DTYPES[x.dtype.name]) for path, x in like}
     if described != {path: (each["shape"], each["dtype"]) for path, each in found.items()}:
         raise ForeignError("its arrays are not those of this run")
-    return [
-        np.frombuffer(found[path]["data"], np.uint8).view(dtype).reshape(shape)
-        for path, (shape, dtype) in wanted.items()
-    ]
+    bodies = (np.frombuffer(found[path]["data"], np.uint8) for path, _ in like)
+    return [body.view(x.dtype).reshape(x.shape) for body, (_, x) in zip(bodies, like)]
 
 
 def checksum(data: bytes) -> str:

@@ -124,48 +124,44 @@ class Store:
         return f"Store({self.url!r})"
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `Objects`."""
         try:
-            self._tried("create", obstore.put, key, data, mode="create", use_multipart=False)
+            self._ask("create", obstore.put, key, data, mode="create", use_multipart=False)
         except FileNotFoundError as error:
-            raise self._gone("create", error) from None
+            raise self._tell_gone("create", error) from None
         except _CONFLICTS:
             # S3 answers 409 for "try again", too, if a delete or another create came between
             # (ConditionalRequestConflict). obstore makes one error of 409 and 412.
             try:
-                self._tried("head", obstore.head, key)
+                self._ask("head", obstore.head, key)
             except FileNotFoundError:
                 raise UnreachableError(f"{self} did not take {key!r}, which is not there") from None
             return False
         return True
 
     def get(self, key: str) -> bytes | None:
-        """See `Objects`."""
         read = lambda store, key: bytes(obstore.get(store, key).bytes())
         try:
-            return self._tried("get", read, key)
+            return self._ask("get", read, key)
         except FileNotFoundError:
             return None
 
     def names(self, folder: str) -> list[str]:
-        """See `Objects`."""
         listed = lambda store, folder: obstore.list_with_delimiter(store, folder)["objects"]
         try:
-            found = self._tried("names", listed, folder)
+            found = self._ask("names", listed, folder)
         except FileNotFoundError as error:
-            raise self._gone("names", error) from None
+            raise self._tell_gone("names", error) from None
         return sorted(each["path"].rsplit("/", 1)[-1] for each in found)
 
     def delete(self, keys: list[str]) -> None:
-        """See `Objects`."""
         try:
-            self._tried("delete", obstore.delete, keys)  # S3 takes 1,000 in a request
+            self._ask("delete", obstore.delete, keys)  # S3 takes 1,000 in a request
         except FileNotFoundError:  # a folder's, which may have left the others
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
-                    self._tried("delete", obstore.delete, key)
+                    self._ask("delete", obstore.delete, key)
 
-    def _tried(self, verb: str, operation: Any, *args: Any, **options: Any) -> Any:
+    def _ask(self, verb: str, operation: Any, *args: Any, **options: Any) -> Any:
         """What an operation returns.
 
         Raises:
@@ -190,7 +186,7 @@ class Store:
         self._worked.add(verb)
         return found
 
-    def _gone(self, verb: str, error: FileNotFoundError) -> Exception:
+    def _tell_gone(self, verb: str, error: FileNotFoundError) -> Exception:
         """The error of a bucket that is not there, or was there and is not shown now."""
         kind = UnreachableError if verb in self._worked else ValueError
         return kind(f"{self} is not there: {_first_line(error)}")

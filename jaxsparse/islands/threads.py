@@ -216,8 +216,8 @@ class Running:
 def _may_compute_in_a_thread(exchange: Exchange) -> bool:
     """Whether programs may start beside those of training.
 
-    On several accelerators, or in several processes, programs with collectives must start in one
-    order on all devices, which two threads don't keep. CPUs match collectives by their runs.
+    Programs with collectives must start in one order on all devices, which two threads don't keep.
+    CPUs of one process match collectives by their runs.
     """
     leaves = [x for x in jax.tree.leaves(exchange.shared.params) if isinstance(x, jax.Array)]
     devices = {device for x in leaves for device in x.devices()}

@@ -70,44 +70,19 @@ class Islands:
     add them up in the decision's order, and apply `outer`. So all have the same parameters, bit for
     bit, though none are sent.
 
-    **Late.** An island that finds its round decided keeps its displacement in its residual, follows
-    the decisions that it missed, and sends what it owes in the round that is open then. Nothing is
-    lost, only late. (It is lost with the process, unless the state was saved, and where `outer`
-    keeps no residual, as `dense` doesn't. A decay of the exchange applies once a round.) Others
-    wait for an island that was late in the last round after it was late 1, 4, 16, 64 ... times,
-    counted since it was last in time, at most as long as their own steps take: it may have been
-    held up once. So a slow one does not make them slow.
+    An island that finds its round decided keeps its displacement in its residual, follows the
+    decisions that it missed, and sends what it owes in the round that is open then: nothing is
+    lost, only late. `join` reads the newest snapshot, and replays the decisions since. A thread
+    posts, waits, reads and adds up, while the island makes `overlap` more steps, and keeps what
+    they moved. `status()` has reports of the last rounds, and the logger "jaxsparse.islands" a line
+    for each. docs/islands.md has what happens when something fails, and what a return costs.
 
-    **Joining and coming back** are one thing: `join` reads the newest snapshot, and replays the
-    decisions since. No other island is asked, or waits.
+    An optimizer's count belongs to the island's own state: after joining with a fresh state it is
+    0. `round`, which all share, times `every` is the number to go by.
 
-    **Numbers of steps.** An optimizer's count belongs to the island's own state: after joining with
-    a fresh state it is 0, and a schedule by it begins anew. `round`, which all share, times `every`
-    is the number to go by.
-
-    **Told.** `status()` has reports of the last rounds, and the logger "jaxsparse.islands" a line
-    for each.
-
-    **Off the critical path.** A thread posts, waits, reads and adds up. With `overlap`, the island
-    makes so many more steps before it needs the result. It keeps what they moved.
-
-    **The store does not answer.** The thread tries again, for `patience` seconds. Meanwhile the
-    island goes on for up to `alone` steps, and then waits.
-
-    **Not finite.** An island whose parameters are not finite, or further from the global ones than
-    float32 can tell, sends nothing, and starts the round anew from the global parameters. What
-    these steps weigh is dropped with them.
-
-    **Bits.** Islands on one kind of device with one version of JAX compute the same bits. Messages
-    carry a digest of what they started from. An island that differs from most says so, and reloads.
-
-    **Several processes.** An island may be a `jax.distributed` job of its own, with parameters on a
-    mesh of all of its devices. All of its processes make an `Islands` with the same settings, and
-    call `join`, steps and `leave` alike. The first one talks to the store, and others follow it.
-    Its thread posts, waits and reads. Devices work on the result where it is awaited.
-
-    What is not done: all fragments are exchanged at once, and statistics such as those of BatchNorm
-    stay each island's own.
+    An island may be a `jax.distributed` job of its own, with parameters on a mesh of all of its
+    devices. All of its processes make an `Islands` with the same settings, and call `join`, steps
+    and `leave` alike. The first one talks to the store.
 
     The idea and the names of Decoupled DiLoCo (arXiv 2604.21428): quorum, grace, and merging with
     weights.
@@ -131,7 +106,7 @@ class Islands:
         snapshots: rounds from one snapshot to the next. The island whose turn it is writes it, in a
             thread, from a copy on the host.
         weighted: whether messages count by weights, which each call of a step gives, such as its
-            number of tokens. Otherwise all count alike. All islands must agree.
+            number of tokens. All islands must agree.
         members: names of the islands that may take part, the same on all of them. Messages of
             others are left out, with a warning. None: all that use the same settings may.
         params: function that picks the parameters from a state, see `jaxsparse.LocalSteps`.
@@ -139,8 +114,8 @@ class Islands:
             rounds stand in the run's log, for `python -m jaxsparse islands`. None: no losses there.
         poll: seconds from one look at the store to the next.
         patience: seconds without an answer from the store, or without one that can be read, after
-            which training, or `join`, ends with an error. So long `leave` waits for others. (How
-            long training waits for a quorum has no end.)
+            which training, or `join`, ends with an error. So long `leave` waits for others.
+            (Training waits for a quorum without end.)
         alone: number of steps that an island goes on beyond `overlap` while the store does not
             answer.
 
@@ -217,21 +192,16 @@ class Islands:
         self._waiting = 0.0
         self._round, self._has_joined = 0, False
         self._is_told = False  # whether it has warned that it can't join yet
-        self._loss_of, self._losses = loss, _Losses()
+        self._loss_of = loss
+        self._losses: list[Any] = []  # of steps, none of which has to wait for it
         self._is_checked = False  # whether the step returned what it must
 
     def like(self, state: Any) -> IslandState:
-        """Shapes, dtypes and shardings of this island's state, for reading a saved one.
+        """Shapes, dtypes and shardings of this island's state, made of a training state.
 
         It asks no store. Give it to Orbax as the target, and what Orbax reads to `join`:
 
             saved.restore(step, args=orbax.checkpoint.args.StandardRestore(train.like(state)))
-
-        Args:
-            state: a training state as for `join`.
-
-        Raises:
-            ValueError: see `Islands`.
         """
         worker, shared = structs((state, self._member.arithmetic.start(state)))
         return IslandState(worker, shared.params, shared.outer, 0, 0, 0.0, self._member.rank)
@@ -244,8 +214,7 @@ class Islands:
 
         Raises:
             ValueError: see `Islands`.
-            ConnectionError: the store does not answer for `patience` seconds. What has been read
-                and replayed before is not read again.
+            ConnectionError: the store does not answer for `patience` seconds.
         """
         for former in (self._running, self._left):
             # Else it would go on in the name of the new life.
@@ -261,11 +230,7 @@ class Islands:
         return joined
 
     def _try(self, function: Callable[[], Any], at: Callable[[], Any] = lambda: None) -> Any:
-        """Calls a function until the store answers. `at()` is how far it has come.
-
-        Raises:
-            UnreachableError: the store was silent for `patience` seconds.
-        """
+        """Calls a function until the store answers. `at()` is how far it has come."""
         silence = Silence(self._poll, self._patience)
         while True:
             try:
@@ -288,16 +253,11 @@ class Islands:
         """One step, and what is due of an exchange.
 
         Args:
-            state: from `join`, or from the call before. The first state, as a trainer makes it,
-                goes through `join` first, so that an `Islands` stands where a trainer's jitted
-                step stood.
+            state: from `join`, or from the call before. A first state, as a trainer makes it, goes
+                through `join`, so that an `Islands` stands where a trainer's jitted step stood.
             batch: the batch of this island's step.
             weight: what the step counts in the mean, above 0, if `weighted`. It counts also if the
-                step changes nothing, such as one that skips a gradient that is not finite. It is
-                dropped with the step's moves if parameters become not finite.
-
-        Returns:
-            The next state, and the second result of `step`.
+                step changes nothing, and is dropped with its moves if these are not finite.
         """
         if (weight is not None) != self._member.weighted:
             raise ValueError(
@@ -316,12 +276,15 @@ class Islands:
         self._check(state)
         worker, out = self._make_step(state.worker, batch)
         if self._loss_of is not None:
-            self._losses.add(self._loss_of(out))
-        state = state._replace(
-            worker=worker,
-            steps=state.steps + 1,
-            weight=state.weight + (weight or 0.0),
-        )
+            loss = self._loss_of(out)
+            if jnp.shape(loss) != ():
+                raise ValueError(
+                    f"loss picks {jnp.shape(loss)} values from what the step returns: pick one "
+                    "scalar"
+                )
+            self._losses.append(loss)
+        weighs = state.weight + (weight or 0.0)
+        state = state._replace(worker=worker, steps=state.steps + 1, weight=weighs)
         if state.steps >= self._overlap:
             state = self._wait(state)
         if self._running is None and state.steps >= self._every:
@@ -331,11 +294,7 @@ class Islands:
         return state, out
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """The step, lowered for these arguments or their shapes, as `jax.jit` does it.
-
-        Raises:
-            ValueError: `step` is not compiled by `jax.jit`.
-        """
+        """The step, lowered for these arguments or their shapes, as `jax.jit` does it."""
         worker = state.worker if isinstance(state, IslandState) else state
         if not hasattr(self._step, "lower"):
             raise ValueError(
@@ -418,7 +377,8 @@ class Islands:
         )
 
     def _begin(self, state: IslandState) -> IslandState:
-        state, exchange = self._member.begin(state, self._losses.mean())
+        losses, self._losses = self._losses, []
+        state, exchange = self._member.begin(state, _mean(losses))
         if exchange is not None:
             self._running = Running(exchange, self._poll, self._patience)
             self._running.start()
@@ -461,28 +421,7 @@ class Islands:
             ).start()
 
 
-class _Losses:
-    """Sum and number of losses, which no step has to wait for."""
-
-    def __init__(self) -> None:
-        self._sum: Any = 0.0
-        self._count = 0
-
-    def add(self, loss: Any) -> None:
-        """Counts a loss.
-
-        Raises:
-            ValueError: it is no scalar.
-        """
-        if jnp.shape(loss) != ():
-            raise ValueError(
-                f"loss picks {jnp.shape(loss)} values from what the step returns: pick one scalar"
-            )
-        # In bfloat16 a sum of some hundred losses would stop growing.
-        self._sum, self._count = self._sum + jnp.asarray(loss, jnp.float32), self._count + 1
-
-    def mean(self) -> float | None:
-        """The mean since the last call, or None if there is none or it is not finite."""
-        mean = float(self._sum) / self._count if self._count else math.nan
-        self._sum, self._count = 0.0, 0
-        return mean if math.isfinite(mean) else None
+def _mean(losses: list[Any]) -> float | None:
+    """The mean of scalars, or None if there are none or it is not finite."""
+    mean = sum(map(float, losses)) / len(losses) if losses else math.nan
+    return mean if math.isfinite(mean) else None

@@ -2,8 +2,8 @@
 
 import collections
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jaxsparse.islands.protocol import decision_key, list_posted, list_rounds
 from jaxsparse.islands.records import BrokenError, Decision
@@ -48,18 +48,9 @@ class History(NamedTuple):
     rounds: tuple[Seen, ...]
     snapshots: tuple[int, ...]
 
-    @property
-    def islands(self) -> list[str]:
-        """The names of all islands of these rounds, sorted."""
-        return sorted({name for seen in self.rounds for name in (*seen.members, *seen.others)})
 
-
-def history(store: Objects, last: int = 20) -> History:
-    """The last rounds of a run, the one that is open with them.
-
-    Args:
-        store: the run's store.
-        last: number of rounds.
+def read_history(store: Objects, last: int = 20) -> History:
+    """The last rounds of a run, so many and the one that is open.
 
     Raises:
         ValueError: the store holds no run.
@@ -69,11 +60,11 @@ def history(store: Objects, last: int = 20) -> History:
     if not snapshots:
         raise ValueError(f"{store} holds no run: the first island to join one writes a snapshot")
     newest = max(decided, default=-1) + 1
-    rounds = [_seen(store, round) for round in range(max(0, newest - last), newest + 1)]
+    rounds = [_see(store, round) for round in range(max(0, newest - last), newest + 1)]
     return History(tuple(rounds), tuple(snapshots))
 
 
-def _seen(store: Objects, round: int) -> Seen:
+def _see(store: Objects, round: int) -> Seen:
     there = sorted({name for name, _ in list_posted(store, round)})
     data = store.get(decision_key(round))
     if data is None:
@@ -85,73 +76,49 @@ def _seen(store: Objects, round: int) -> Seen:
     return Seen(round, decision, tuple(name for name in there if name not in decision.lives), "")
 
 
-def table(found: History) -> Any:
-    """A history as tables of rich: the islands, and the rounds."""
-    from rich import box
-    from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Table
-
+def to_text(found: History) -> str:
+    """A history as two tables: the islands, and the rounds."""
     last: dict[str, int] = {}
     losses: dict[str, float] = {}
     counted: collections.Counter[str] = collections.Counter()
+    rounds = [["round", "decided by", "waited", "bytes", "loss", "members", "not among them"]]
     for seen in found.rounds:
         counted.update(seen.members)
         last |= dict.fromkeys((*seen.members, *seen.others), seen.round)
         losses |= seen.losses
-    closed = sum(seen.decision is not None for seen in found.rounds)
-    islands = Table("island", "last message", f"counted of {closed}", "loss", box=box.SIMPLE)
-    for name in found.islands:
-        loss = f"{losses[name]:.4g}" if name in losses else "-"
-        islands.add_row(name, f"round {last[name]}", str(counted[name]), loss)
-    heads = ("round", "members", "not among them", "decided by", "waited", "bytes", "loss")
-    rounds = Table(*heads, box=box.SIMPLE)
-    for seen in found.rounds:
         others = ", ".join(seen.others) or "-"
-        if seen.trouble:
-            rounds.add_row(str(seen.round), escape(f"can't be read: {seen.trouble}"), others)
-        elif seen.decision is None:
-            rounds.add_row(str(seen.round), "open", others)
-        else:
-            told = list(seen.losses.values())
-            rounds.add_row(
-                str(seen.round),
-                ", ".join(seen.members),
-                others,
-                seen.decision.by,
-                f"{seen.decision.waited:.1f} s",
-                f"{seen.received:,}",
-                f"{sum(told) / len(told):.4g}" if told else "-",
-            )
-    kept = ", ".join(map(str, found.snapshots)) or "none"
-    return Group(islands, rounds, f" snapshots at the start of rounds: {kept}")
+        if (decision := seen.decision) is None:
+            why = f"can't be read: {seen.trouble}" if seen.trouble else "open"
+            rounds.append([str(seen.round), *"----", why, others])
+            continue
+        told = seen.losses.values()
+        loss = f"{sum(told) / len(told):.4g}" if told else "-"
+        row = [decision.by, f"{decision.waited:.1f} s", f"{seen.received:,}", loss]
+        rounds.append([str(seen.round), *row, ", ".join(seen.members), others])
+    closed = sum(seen.decision is not None for seen in found.rounds)
+    islands = [["island", "last message", f"counted of {closed}", "loss"]]
+    for name in sorted(last):
+        loss = f"{losses[name]:.4g}" if name in losses else "-"
+        islands.append([name, f"round {last[name]}", str(counted[name]), loss])
+    kept = f"snapshots at the start of rounds: {', '.join(map(str, found.snapshots))}"
+    return "\n\n".join((_align(islands), _align(rounds), kept))
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    cells = (("  ".join(map(str.ljust, row, widths))).rstrip() for row in rows)
+    return "\n".join(cells)
 
 
 def show(
-    store: Objects,
-    last: int,
-    every: float | None,
-    sleep: Callable[[float], None] = time.sleep,
+    store: Objects, last: int, every: float | None, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Prints a run once, or shows it until it is interrupted.
-
-    Args:
-        store: the run's store.
-        last: number of rounds.
-        every: seconds from one look to the next. None: looks once.
-        sleep: how to wait.
-    """
-    from rich.console import Console
-    from rich.live import Live
-
-    look = lambda: table(history(store, last))
-    if every is None:
-        Console().print(look())
-        return
-    with Live(look(), auto_refresh=False) as live:
-        while True:
-            try:
-                sleep(every)
-                live.update(look(), refresh=True)
-            except KeyboardInterrupt:
-                return
+    """Prints a run once, or every so many seconds until it is interrupted."""
+    try:
+        print(to_text(read_history(store, last)))
+        while every is not None:
+            sleep(every)
+            print("\n" + to_text(read_history(store, last)), flush=True)
+    except KeyboardInterrupt:
+        if every is None:
+            raise
