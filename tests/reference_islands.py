@@ -181,8 +181,8 @@ def start():
 def moved(state, by):
     """A state after local steps that move its parameters."""
     params, count = state.worker
-    params = {"w": params["w"] + jnp.asarray(by, jnp.float32).reshape(2, 3)}
-    return state._replace(worker=(params, count + 1), steps=state.steps + 1)
+    params = {"w": np.asarray(params["w"]) + np.float32(by).reshape(2, 3)}
+    return state._replace(worker=(params, np.float32(count + 1)), steps=state.steps + 1)
 
 
 def residual(state):

@@ -142,7 +142,7 @@ class Arithmetic:
         """`shared` with the arrays of a snapshot. What is this island's own stays."""
         found = iter(arrays)
         place = lambda leaf, own: leaf if own else place_as(next(found), leaf)
-        return map_marked(place, jax.tree.map(jnp.asarray, shared))
+        return map_marked(place, shared)
 
     def prepare(self, members: int, begun: Begun, before: Shared) -> None:
         """Compiles `shared` for so many messages, and does not run it."""
@@ -249,7 +249,7 @@ def place_as(x: Any, like: Any) -> Any:
     Bound to other devices than before, it would have programs compiled again. Scalars, and
     residuals that are still zeros, go to wherever the parameters are.
     """
-    like = jnp.asarray(like)
+    like = like if isinstance(like, jax.Array) else jnp.asarray(like)
     if isinstance(x, jax.Array) and x.sharding == like.sharding:
         return x
     if not like.committed:
@@ -286,7 +286,7 @@ def _is_on_mesh(x: Any) -> bool:
 def shared_leaves(shared: Shared) -> list[tuple[str, Array]]:
     """What all islands have alike, and a snapshot has, with the paths."""
     leaves = tree_flatten_with_path(shared)[0]
-    return [(keystr(path), jnp.asarray(leaf)) for path, leaf in leaves if not is_marked(path)]
+    return [(keystr(path), leaf) for path, leaf in leaves if not is_marked(path)]
 
 
 def own_leaves(outer: Any) -> list[Any]:

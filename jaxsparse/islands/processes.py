@@ -1,20 +1,14 @@
 """Several processes of one island: the first one talks to the store, and all others follow it.
 
-What an island does depends on the store's answers and on a clock. All else is computed, and alike
-in all processes. So `lead` asks in the first process alone, and tells the others what it found, or
-which error was raised. Then all processes do the same, in the same order, errors with it.
-
-Others don't read from the store themselves: the bytes would cross the slow link once a process, and
-an object may be deleted between two reads. Bytes go from the first process to the others by the
-devices' own network (`spread`).
+What an island does depends on the store's answers and on a clock. `lead` asks in the first process
+alone, and tells the others what it found, or which error was raised. All else is computed, and
+alike in all processes. Bytes that were read go to the others by the devices' own network
+(`spread`), and not once more over the slow link.
 
 Collectives must start in the same order in all processes. So all that is here, and all compiled
-programs, run in main threads. A thread of the first process may talk to the store meanwhile.
-
-Words go through the key-value store of `jax.distributed` and by no collective, because the first
-process may wait for other islands for minutes or hours. Collectives that wait so long are ended.
-
-One process leads itself: it calls the function, and keeps the arrays.
+programs, run in main threads. A thread of the first process may talk to the store meanwhile. It may
+wait for other islands for hours, which would end a collective. So words go through the key-value
+store of `jax.distributed`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,10 +50,9 @@ def is_first() -> bool:
 
 
 def lead(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """What a function returns or raises in the first process, in all of them.
+    """What a function returns or raises in the first process, in all of them, in the same order.
 
-    Call it in all processes, in the same order. The result is a `Decision`, a number, a text, None,
-    or a list of such. (Tuples become lists.)
+    That is a `Decision`, a number, a text, None, or a list of such. (Tuples become lists.)
     """
     if jax.process_count() == 1:
         return function(*args, **named)
@@ -121,15 +114,10 @@ def gather(x: Any) -> np.ndarray:
 
 
 def check_alike(settings: Any, params: Any) -> None:
-    """Compares how the processes of this island begin.
+    """Raises unless the processes of this island begin alike, on parameters spread over all.
 
-    Args:
-        settings: what they must have in common, in JSON's types.
-        params: their parameters, each of which must be spread over devices of all processes.
-
-    Raises:
-        ValueError: processes differ, or parameters are those of single processes.
-        RuntimeError: a process does not come within the limit of `jaxsparse.fail_at_once`.
+    RuntimeError: one does not come within the limit of `jaxsparse.fail_at_once`. ValueError: they
+    differ in settings, which are of JSON's types, or parameters are those of single processes.
     """
     if jax.process_count() == 1:
         return
@@ -144,20 +132,15 @@ def check_alike(settings: Any, params: Any) -> None:
             "all of its processes call join, and then the same steps in the same order"
         )
     said = [msgspec.json.decode(note) for note in notes if note is not None]
-    for error, theirs in said:
+    for i, (error, theirs) in enumerate(said):
         if error:
             raise ValueError(error)
-        if theirs != said[0][1]:
-            i, (key, value) = next(
-                (i, item)
-                for i, (_, other) in enumerate(said)
-                for item in other.items()
-                if item[1] != said[0][1][item[0]]
-            )
-            raise ValueError(
-                f"process {i} of this island has {key}={value!r}, and process 0 has "
-                f"{said[0][1][key]!r}: start all processes of an island alike"
-            )
+        for key, value in said[0][1].items():
+            if theirs[key] != value:
+                raise ValueError(
+                    f"process {i} of this island has {key}={theirs[key]!r}, and process 0 has "
+                    f"{value!r}: start all processes of an island alike"
+                )
 
 
 def _misplaced(params: Any) -> str:

@@ -86,9 +86,6 @@ class Rounds:
         """Takes the next number among this island's lives, so that later lives are known as such.
 
         Clocks don't tell: that of a machine that took over may be behind.
-
-        Raises:
-            UnreachableError: the store does not show what it was given. Try again.
         """
         word = secrets.token_hex(4)
         listed = (pair for pair in _list_pairs(self.store, "lives") if pair[0] == self.name)
@@ -122,8 +119,8 @@ class Rounds:
         """The decision of a round, or None as long as there is none.
 
         Raises:
-            UnreachableError: it can't be read. Or there is none, although this island has seen one
-                of this round or a later one: it would decide a second time.
+            UnreachableError: it can't be read. Or this island has seen one of this round or a later
+                one, and would decide a second time.
         """
         if (known := self._decisions.get(round)) is not None:
             return known  # it never changes
@@ -155,10 +152,9 @@ class Rounds:
         return decision
 
     def _see_before(self, round: int) -> None:
-        """Sees that the store is the run's, and has what a decision of this round follows.
+        """Raises UnreachableError unless the store has what a decision of this round follows.
 
-        Raises:
-            UnreachableError: it is not, or has not. Then what was read of this round is forgotten.
+        Then what was read of this round is forgotten.
         """
         known = self._decisions.pop(round, None)
         before = self._read_decision(round - 1) if round else None
@@ -176,11 +172,8 @@ class Rounds:
     def advance(self, round: int, waited: float, took: float = math.inf) -> Decision | None:
         """The decision of a round, which this island makes if it is time. Else None.
 
-        Args:
-            round: the round, in which this island has posted.
-            waited: seconds since then, by its own clock.
-            took: seconds that its steps of a round take. It waits no longer for those that have
-                another chance: they take twice as long, or more.
+        It has posted, and `waited` for so many seconds. It waits no longer than its steps of a
+        round `took` for those that have another chance: they take twice as long, or more.
 
         Raises:
             UnreachableError: it has made one, and the store shows none, or not the one before. Or a
@@ -225,11 +218,7 @@ class Rounds:
         return stands
 
     def _tell_lack(self, round: int, here: set[str]) -> None:
-        """Says what a quorum lacks after the grace.
-
-        Raises:
-            UnreachableError: it lacks what is there, but can't be read.
-        """
+        """Says what a quorum lacks after the grace. Raises if that is there, but can't be read."""
         names = {key.rpartition("/")[2].split(".")[0] for key in self._bad}
         if self.is_listed and len(here | names) >= self.quorum:
             keys = ", ".join(f"{key} ({why})" for key, (_, why) in self._bad.items())

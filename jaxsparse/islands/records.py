@@ -69,15 +69,10 @@ class Record(
     def from_bytes(
         cls: type[R], data: bytes, round: int, settings: str | None = None
     ) -> tuple[R, memoryview]:
-        """Header and body of an object.
-
-        Args:
-            data: what was read.
-            round: the round in which it was found.
-            settings: this run's. None: any.
+        """Header and body of an object that was read.
 
         Raises:
-            BrokenError: it is not such an object, of this round and this run.
+            BrokenError: it is not such an object of this round, with this run's settings or any.
         """
         start, whole = len(_MAGIC) + 4, memoryview(data)
         if len(data) < start + _HASH or not data.startswith(_MAGIC):
@@ -196,11 +191,7 @@ def checksum(data: bytes) -> str:
 
 
 def words_of(body: memoryview, words: int) -> np.ndarray:
-    """The words of a message, uint32[words].
-
-    Raises:
-        BrokenError: it has another number of words, or says that its values are not finite.
-    """
+    """The words of a message. BrokenError: they are not so many, or say that they aren't finite."""
     if len(body) != 4 * words:
         raise BrokenError(f"it has {len(body)} bytes of words, and this run's messages {4 * words}")
     found = np.frombuffer(body, "<u4")

@@ -47,10 +47,9 @@ def not_shown(store: "Objects", what: str) -> UnreachableError:
 
 
 class Objects(Protocol):
-    """What islands need of a store.
+    """What islands need of a store. Keys are relative paths with "/".
 
-    Keys are relative paths with "/". All methods may raise `UnreachableError`, also
-    after they did what was asked for.
+    All methods may raise `UnreachableError`, also after they did what was asked for.
     """
 
     def create(self, key: str, data: bytes) -> bool:
@@ -162,11 +161,7 @@ class Store:
                     self._ask("delete", obstore.delete, key)
 
     def _ask(self, verb: str, operation: Any, *args: Any, **options: Any) -> Any:
-        """What an operation returns.
-
-        Raises:
-            FileNotFoundError: the server says 404, maybe at a second try of obstore's own.
-        """
+        """What an operation returns. FileNotFoundError: the server says 404, maybe at a retry."""
         try:
             found = operation(self._store, *args, **options)
         except FileNotFoundError:
@@ -198,11 +193,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name of an island, which is part of its objects' keys.
-
-    Raises:
-        ValueError: it is no such name.
-    """
+    """The name of an island, which is part of its objects' keys. ValueError: it is no such name."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
             f"name={name!r} must be 1 to 64 letters, digits, '-' and '_', the first one a letter "

@@ -120,9 +120,10 @@ class Islands:
             answer.
 
     Raises:
-        ValueError: settings out of range. From `join`: see `Member.join`; `outer` exchanges
-            nothing, or not in one message; or several processes of an island differ, or have
-            parameters that are not on devices of all.
+        ValueError: settings out of range. From `join`: `outer` exchanges nothing, or not in one
+            message; the state is another island's, or the store holds another run; or processes of
+            an island differ, or have parameters that are not on devices of all.
+        ConnectionError: the store does not answer for `patience` seconds.
     """
 
     def __init__(
@@ -209,12 +210,7 @@ class Islands:
     def join(self, state: Any) -> IslandState:
         """The state to go on from: of the run in the store, or the first state of a new run.
 
-        Args:
-            state: a training state, or the `IslandState` that this island saved. It is not donated.
-
-        Raises:
-            ValueError: see `Islands`.
-            ConnectionError: the store does not answer for `patience` seconds.
+        It takes a training state, or the `IslandState` that this island saved, and donates neither.
         """
         for former in (self._running, self._left):
             # Else it would go on in the name of the new life.
