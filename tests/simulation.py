@@ -219,7 +219,7 @@ class _Island:
 
 def simulate(
     step: Step,
-    outer: optax.GradientTransformation,
+    outer: optax.GradientTransformation | None,
     state: Any,
     batches: Mapping[str, Callable[[int], Any]],
     *,
@@ -235,6 +235,7 @@ def simulate(
     latency: float = 0.0,
     bandwidth: float = math.inf,
     start_seconds: float = 0.0,
+    arithmetic: Arithmetic | None = None,
 ) -> dict[str, Told]:
     """Trains on islands for some virtual seconds, and tells what became of each, by name.
 
@@ -257,17 +258,18 @@ def simulate(
         latency: seconds until a message of no bytes is seen.
         bandwidth: bytes of messages a second from an island to the store. Reading takes no time.
         start_seconds: seconds from an island's start to its first step.
+        arithmetic: programs of `outer` that several simulations share.
     """
     if not isinstance(step_seconds, Mapping):
         step_seconds = dict.fromkeys(batches, step_seconds)
     now = 0.0
     store = VirtualStore(latency, bandwidth, lambda: now)
-    arithmetic = Arithmetic(outer, params_of)
+    programs = arithmetic or Arithmetic(outer, params_of)
     links = {name: _Link(store, name) for name in batches}
     settings: Any = {"quorum": quorum, "grace": grace, "snapshots": snapshots}
 
     def member(name: str, beside: Beside) -> Member:
-        return Member(arithmetic, links[name], name, clock=lambda: now, beside=beside, **settings)
+        return Member(programs, links[name], name, clock=lambda: now, beside=beside, **settings)
 
     islands = {name: _Island(functools.partial(member, name), state) for name in batches}
     turns = dict.fromkeys(batches, 0)  # the number of each one's next action; others are off

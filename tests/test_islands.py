@@ -823,12 +823,24 @@ def test_an_unknown_url_is_refused(url):
 STEP = jax.jit(lambda state, batch: ((state[0] - 0.1 * (state[0] - batch),), state[0].sum()))
 
 
+def half():
+    """Half of the entries travel."""
+    exchange = jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False)
+    return optax.chain(exchange, optax.sgd(1.0))
+
+
+@functools.cache
+def programs_of_half(weighted):
+    return Arithmetic(half(), lambda state: state[0], weighted)
+
+
 def trainer(store, name, *, outer=None, **settings):
-    outer = outer or optax.chain(
-        jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False), optax.sgd(1.0)
-    )
+    """An island, by default with programs that tests share."""
     usual = {"every": 2, "grace": 20.0, "poll": 0.01}
-    return jaxsparse.islands.Islands(STEP, outer, store, name=name, **{**usual, **settings})
+    train = islands.Islands(STEP, outer or half(), store, name=name, **{**usual, **settings})
+    if outer is None:
+        train._member.arithmetic = programs_of_half(settings.get("weighted", False))
+    return train
 
 
 @pytest.mark.parametrize("overlap", some([0, 1], [1]))
@@ -1162,12 +1174,9 @@ def simulated(events=(), seconds=200.0, names=NAMES[:3], **settings):
     """Each island's steps lead towards a target of its own."""
     targets = {name: jnp.full(8, float(i)) for i, name in enumerate(names)}
     batches = {name: lambda t, x=x: x for name, x in targets.items()}
-    outer = optax.chain(
-        jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False), optax.sgd(1.0)
-    )
     usual = {"step_seconds": 1.0, "every": 5, "grace": 4.0, "poll": 0.5}
-    given = {**usual, **settings}
-    return simulate(STEP, outer, (jnp.zeros(8),), batches, seconds=seconds, events=events, **given)
+    given = {"arithmetic": programs_of_half(False), **usual, **settings}
+    return simulate(STEP, None, (jnp.zeros(8),), batches, seconds=seconds, events=events, **given)
 
 
 def test_in_a_simulation_all_steps_count_without_failures():
@@ -1898,7 +1907,7 @@ def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
     if devices:
         mesh = jax.sharding.Mesh(np.array(jax.devices())[list(devices)], "x")
         w, batch = jax.device_put((w, batch), jax.sharding.NamedSharding(mesh, jax.P("x")))
-    train = trainer(reference.Memory(), "one", every=1, grace=0.0)
+    train = trainer(reference.Memory(), "one", outer=half(), every=1, grace=0.0)
     state = train.join((w,))
     like = train.like((w,))
     for x, found in zip(jax.tree.leaves(like), jax.tree.leaves(state), strict=True):
@@ -1920,10 +1929,10 @@ def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
 
 def test_a_member_fewer_takes_no_compilation(caplog):
     store = reference.Memory()
-    other = trainer(store, "two", quorum=2)
+    other = trainer(store, "two", outer=half(), quorum=2)
     _, exchange = other._member.begin(other.join((jnp.zeros(8),)))
     assert not exchange.advance()  # two has sent its message, and dies
-    one = trainer(store, "one", every=1, grace=0.0)
+    one = trainer(store, "one", outer=half(), every=1, grace=0.0)
     state, _ = one(one.join((jnp.zeros(8),)), jnp.ones(8))
     for thread in threading.enumerate():
         if thread.name == "islands-compile":
