@@ -1076,7 +1076,7 @@ def test_losses_of_steps_are_averaged_over_a_round():
     state = train.join((jnp.zeros(3),))
     for batch in (1.0, 2.0, 5.0, float("nan")):
         state, _ = train(state, batch)
-    first, second, _ = watch.read_history(store).rounds
+    first, second, _ = watch.read_history(store)[0]
     assert (first.losses, second.losses) == ({"adam": 1.5}, {})
     # Each is too little for a sum of so few bits.
     assert training._mean([jnp.bfloat16(256.0)] + [jnp.bfloat16(1.0)] * 256) == 512 / 257
@@ -1113,12 +1113,12 @@ def test_a_run_is_shown_from_its_store(tmp_path, capsys, clock):
     exchange.advance()
     store.create("decisions/00000001x", b"")
     before = sorted(path for path in tmp_path.rglob("*"))
-    found = watch.read_history(store)
-    assert found.snapshots == (0,)
+    found, snapshots = watch.read_history(store)
+    assert snapshots == [0]
     open_round = watch.Seen(2, None, NAMES[:1], "")
-    assert found.rounds[-1] == open_round
-    assert [seen.members for seen in found.rounds[:-1]] == [NAMES[:2]] * 2
-    assert watch.read_history(store, 1).rounds == found.rounds[-2:]
+    assert found[-1] == open_round
+    assert [seen.members for seen in found[:-1]] == [NAMES[:2]] * 2
+    assert watch.read_history(store, 1)[0] == found[-2:]
     status, printed = shown(capsys, tmp_path)
     assert status == 0
     assert all(name in printed.out for name in NAMES[:2])
@@ -1137,7 +1137,7 @@ def test_losses_and_broken_decisions_are_shown(tmp_path, capsys, clock):
         assert mine.advance()
         assert other.advance()
         states = [one.finish(states[0], mine), two.finish(states[1], other)]
-    first, *_, last = watch.read_history(store).rounds
+    first, *_, last = watch.read_history(store)[0]
     assert first.decision.waited == 10
     assert first.received == 2 * 4 * one.words
     assert (first.losses, last.losses) == ({NAMES[0]: 4.5}, {})
@@ -1464,7 +1464,7 @@ def test_names_that_are_no_snapshots_of_the_run_keep_nothing_from_it(clock):
         store.objects[f"snapshots/{name}"] = b""
     ran(members, states, 6, np.ones((6, 1, 6)), clock)
     assert members[0].rounds.snapshots() == [4, 6, 90, 91]
-    assert len(watch.read_history(store).rounds) == 7
+    assert len(watch.read_history(store)[0]) == 7
 
 
 def test_the_last_one_of_a_quorum_leaves():

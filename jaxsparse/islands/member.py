@@ -478,8 +478,8 @@ class Exchange:
         while not self.is_done:
             if self._has_message:
                 self.prepare()
-                seen = lead(self._look)
-                if seen is None:
+                seen = lead(lambda: self.look() and self.seen)
+                if not seen:
                     return False
                 self._absorb(seen[0], self.half, seen[1])
             while (decision := lead(self.member.rounds.decided, self.round)) is not None:
@@ -514,10 +514,6 @@ class Exchange:
             self._read(self.seen[0])
         return True
 
-    def _look(self) -> tuple[Decision, float | None] | None:
-        self.look()
-        return self.seen
-
     def _await_decision(self) -> tuple[Decision, float | None] | None:
         """The decision on its message, and how long that took. It posts, unless it is late."""
         rounds, clock = self.member.rounds, self.member.clock
@@ -527,8 +523,6 @@ class Exchange:
             self._post()
             self.posted_at, self.post_after = clock(), rounds.grace
         waited = clock() - self.posted_at
-        # What is owed is sent at the start of a round: others have their steps before them, and are
-        # given the time that its own took.
         decision = rounds.advance(self.round, waited - self.patience, self.took)
         if decision is not None:
             return decision, waited
@@ -541,7 +535,7 @@ class Exchange:
 
     @property
     def patience(self) -> float:
-        """Seconds that it waits before the grace begins."""
+        """Seconds before the grace begins. What is owed is sent at the start of others' steps."""
         return self.took if self.phase is Phase.OWED else 0.0
 
     def _post(self) -> None:
@@ -669,10 +663,9 @@ class Exchange:
         shared, round = found
         counts = begun is not None and decision.lives.get(member.name) == member.life
         # All are read before anything changes: the store may fail at any of them.
-        passed = []
+        passed: list[Decision] = []
         for each in range(self.round, round):
-            between = lead(member.rounds.decided, each)
-            if between is None:
+            if (between := lead(member.rounds.decided, each)) is None:
                 raise not_shown(member.store, f"the decision of round {each}")
             self._check_life(between)
             passed.append(between)
@@ -693,13 +686,12 @@ class Exchange:
             return
         turn, own = self.round // every % len(members), members.index(member.name)
         is_next = own == (turn + 1) % len(members)
-        if own == turn or (is_next and self.round - self._find_newest() > every):
+        if is_next and own != turn:
+            there = [round for round in lead(member.rounds.snapshots) if round <= self.round]
+            is_next = self.round - max(there, default=0) > every
+        if own == turn or is_next:
             self.snapshot = self.round, member.snapshot(self.shared, self.round)
             self._keep()
-
-    def _find_newest(self) -> int:
-        """The round of the newest snapshot up to now."""
-        return max((r for r in lead(self.member.rounds.snapshots) if r <= self.round), default=0)
 
     def _keep(self) -> None:
         assert self.snapshot is not None

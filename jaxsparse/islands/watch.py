@@ -42,26 +42,13 @@ class Seen(NamedTuple):
         return {member.name: member.loss for member in members if member.loss is not None}
 
 
-class History(NamedTuple):
-    """A run. Attributes: the last rounds, the oldest first; the rounds that have a snapshot."""
-
-    rounds: tuple[Seen, ...]
-    snapshots: tuple[int, ...]
-
-
-def read_history(store: Objects, last: int = 20) -> History:
-    """The last rounds of a run, so many and the one that is open.
-
-    Raises:
-        ValueError: the store holds no run.
-        UnreachableError: the store does not answer.
-    """
+def read_history(store: Objects, last: int = 20) -> tuple[list[Seen], list[int]]:
+    """The last rounds of a run, so many and the one that is open, and those with a snapshot."""
     decided, snapshots = (list_rounds(store, each) for each in ("decisions", "snapshots"))
     if not snapshots:
         raise ValueError(f"{store} holds no run: the first island to join one writes a snapshot")
     newest = max(decided, default=-1) + 1
-    rounds = [_see(store, round) for round in range(max(0, newest - last), newest + 1)]
-    return History(tuple(rounds), tuple(snapshots))
+    return [_see(store, round) for round in range(max(0, newest - last), newest + 1)], snapshots
 
 
 def _see(store: Objects, round: int) -> Seen:
@@ -76,13 +63,13 @@ def _see(store: Objects, round: int) -> Seen:
     return Seen(round, decision, tuple(name for name in there if name not in decision.lives), "")
 
 
-def to_text(found: History) -> str:
+def to_text(history: Sequence[Seen], snapshots: Sequence[int]) -> str:
     """A history as two tables: the islands, and the rounds."""
     last: dict[str, int] = {}
     losses: dict[str, float] = {}
     counted: collections.Counter[str] = collections.Counter()
     rounds = [["round", "decided by", "waited", "bytes", "loss", "members", "not among them"]]
-    for seen in found.rounds:
+    for seen in history:
         counted.update(seen.members)
         last |= dict.fromkeys((*seen.members, *seen.others), seen.round)
         losses |= seen.losses
@@ -95,12 +82,12 @@ def to_text(found: History) -> str:
         loss = f"{sum(told) / len(told):.4g}" if told else "-"
         row = [decision.by, f"{decision.waited:.1f} s", f"{seen.received:,}", loss]
         rounds.append([str(seen.round), *row, ", ".join(seen.members), others])
-    closed = sum(seen.decision is not None for seen in found.rounds)
+    closed = sum(seen.decision is not None for seen in history)
     islands = [["island", "last message", f"counted of {closed}", "loss"]]
     for name in sorted(last):
         loss = f"{losses[name]:.4g}" if name in losses else "-"
         islands.append([name, f"round {last[name]}", str(counted[name]), loss])
-    kept = f"snapshots at the start of rounds: {', '.join(map(str, found.snapshots))}"
+    kept = f"snapshots at the start of rounds: {', '.join(map(str, snapshots))}"
     return "\n\n".join((_align(islands), _align(rounds), kept))
 
 
@@ -115,10 +102,10 @@ def show(
 ) -> None:
     """Prints a run once, or every so many seconds until it is interrupted."""
     try:
-        print(to_text(read_history(store, last)))
+        print(to_text(*read_history(store, last)))
         while every is not None:
             sleep(every)
-            print("\n" + to_text(read_history(store, last)), flush=True)
+            print("\n" + to_text(*read_history(store, last)), flush=True)
     except KeyboardInterrupt:
         if every is None:
             raise
