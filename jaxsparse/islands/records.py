@@ -65,6 +65,9 @@ class Record(
         checked.update(body)
         return b"".join((head, body, checked.digest()))  # bodies are large: one copy
 
+    def check(self) -> None:
+        """Raises BrokenError if fields contradict each other."""
+
     @classmethod
     def from_bytes(
         cls: type[R], data: bytes, round: int, settings: str | None = None
@@ -94,6 +97,7 @@ class Record(
             )
         if record.round != round:
             raise BrokenError(f"it says that it is of round {record.round}")
+        record.check()
         return record, whole[start + length : -_HASH]
 
 
@@ -145,7 +149,7 @@ class Decision(Record, frozen=True):
     waited: float
     words: Count
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if len(self.lives) != len(self.members):
             raise BrokenError("its members have one of them twice")
 
