@@ -53,8 +53,8 @@ import proxy
 import synchronous
 
 from jaxsparse.islands import Store
+from jaxsparse.islands.protocol import decision_key, list_rounds
 from jaxsparse.islands.records import Decision
-from jaxsparse.islands.rounds import decision_key, posted, rounds_in
 from jaxsparse.planner.units import bytes_per_second
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "islands"
@@ -358,8 +358,8 @@ class Chaos:
 
     def _message(self) -> tuple[int, bytes]:
         """The open round, and a message of the one before."""
-        open_round = rounds_in(self.store, "decisions")[-1] + 1
-        name, life = posted(self.store, open_round - 1)[0]
+        open_round = list_rounds(self.store, "decisions")[-1] + 1
+        name, life = list_posted(self.store, open_round - 1)[0]
         data = self.store.get(f"messages/{open_round - 1:08d}/{name}.{life}")
         assert data is not None
         return open_round, data
@@ -397,7 +397,7 @@ class Chaos:
     def decisions(self) -> dict[int, dict[str, str]]:
         """Whose messages counted in each round."""
         found = {}
-        for round in rounds_in(self.store, "decisions"):
+        for round in list_rounds(self.store, "decisions"):
             data = self.store.get(decision_key(round))
             assert data is not None
             found[round] = Decision.from_bytes(data, round)[0].lives

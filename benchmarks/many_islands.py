@@ -2,7 +2,7 @@
 
     python benchmarks/many_islands.py --islands 64 256
 
-Islands run in one process, in virtual time (`jaxsparse.islands.simulate`). Their parameters,
+Islands run in one process, in virtual time (`tests/simulation.py`). Their parameters,
 messages and decisions are real, seconds are not, and CPU seconds are those of this process.
 Each island fails `--failures` times an hour on average, at times drawn from `--seed`. Half of the
 failures kill an island, a quarter cut it off from the store, and a quarter suspend it, for
@@ -18,8 +18,10 @@ since the last message, of each island at the end, have not counted yet.
 import argparse
 import collections
 import random
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +29,9 @@ import jax.numpy as jnp
 import optax
 
 import jaxsparse
-from jaxsparse.islands import Event, Told, simulate
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from simulation import Event, Told, simulate
 
 STEP = jax.jit(lambda state, batch: ((state[0] - 0.1 * (state[0] - batch),), None))
 FAILURES = {"kill": "start", "cut": "mend", "stop": "go"}  # and what ends them

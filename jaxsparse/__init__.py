@@ -8,10 +8,12 @@ place of JAX's. The step stays your own `jax.jit`:
     updates, opt_state = tx.update(grads, opt_state, params)
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jaxsparse import (
     codecs as codecs,
     collectives as collectives,
-    islands as islands,
     outer as outer,
     planner as planner,
     quantize as quantize,
@@ -72,3 +74,13 @@ __all__ = [
     "with_checksums",
 ]
 __all__ += systems.__all__
+
+if TYPE_CHECKING:
+    from jaxsparse import islands as islands
+else:
+
+    def __getattr__(name: str) -> Any:
+        """`islands`, which need packages of their own, and so are imported where they are used."""
+        if name != "islands":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module("jaxsparse.islands")

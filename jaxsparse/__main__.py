@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxsparse.comm.links import Link
-from jaxsparse.islands import watch
-from jaxsparse.islands.store import Store
 from jaxsparse.planner import units
 from jaxsparse.planner.planning import MEMORY_BANDWIDTH, plan
 
@@ -112,14 +110,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TIME",
         help="look again after this time, until interrupted: 5s",
     )
-    add("--html", type=Path, metavar="FILE", help="also write the run as a page with figures")
     return parser
 
 
 def _islands(args: argparse.Namespace) -> None:
+    from jaxsparse.islands import Store, watch
+
     if "://" not in args.url and not Path(args.url).is_dir():  # a store would make it
         raise ValueError(f"{args.url!r} is no folder: give that of a run, or a URL")
-    watch.show(Store(args.url), args.rounds, args.every, write=args.html)
+    watch.show(Store(args.url), args.rounds, args.every)
 
 
 def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -23,8 +23,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path
 
+from jaxsparse.islands.arithmetic import Shared
 from jaxsparse.islands.store import UnreachableError
 
 NAMES = ("amsterdam", "bergen", "cork", "dover")
@@ -164,9 +165,11 @@ class History(RuleBasedStateMachine):
             self.settle(island)
         else:
             exchange = island.exchange
-            waited = island.member.clock() - exchange._posted_at
-            waited -= exchange._took if exchange._is_late else 0.0
-            assert waited < GRACE or exchange.lacks, f"{island.name} waits without a reason"
+            waited = island.member.clock() - exchange.posted_at
+            waited -= exchange.patience
+            assert waited < GRACE or island.member.rounds.lacks, (
+                f"{island.name} waits without a reason"
+            )
 
     def settle(self, island):
         """Accounts for the rounds that have passed for an island, as the store tells them."""
@@ -406,8 +409,8 @@ class History(RuleBasedStateMachine):
         if any(state.params is one for one in self.agreed):
             return
         self.agreed = [state.params, *self.agreed[:7]]
-        leaves = tree_flatten_with_path((state.params, state.outer))[0]
-        found = [np.asarray(x) for path, x in leaves if "per_worker" not in str(path)]
+        leaves = tree_flatten_with_path(Shared(state.params, state.outer))[0]
+        found = {keystr(p): np.asarray(x) for p, x in leaves if "per_worker" not in str(p)}
         text = f"parameters of round {state.round}, before which one is not decided"
         assert state.round < len(self.ledger.params), text
         if state.round not in self.shared:
@@ -415,8 +418,8 @@ class History(RuleBasedStateMachine):
             expected = self.ledger.params[state.round]
             reference.near(params, expected, f"parameters of round {state.round}")
             self.shared[state.round] = found
-        for one, other in zip(found, self.shared[state.round], strict=True):
-            np.testing.assert_array_equal(one, other, f"parameters of round {state.round}")
+        for path, one in self.shared[state.round].items():
+            np.testing.assert_array_equal(found[path], one, f"parameters of round {state.round}")
 
     def teardown(self):
         """Those who can go on do, and all do once the store is back. Whoever joins has the same."""

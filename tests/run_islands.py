@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxsparse
-from jaxsparse.islands.lead import led
+from jaxsparse.islands.processes import lead
 from jaxsparse.processes.group import whole_group
 
 SHAPES = {"w": (64, 48), "v": (48, 32), "b": (32,)}
@@ -126,8 +126,6 @@ def use_wrongly(link, train, state):
     rank, mesh = jax.process_index(), Mesh(np.array(jax.devices()), "x")
     given = batches(mesh, 0)
     join = lambda state, **settings: island(link, **{"name": "pair", **settings}).join(state)
-    with told("simulate"):
-        jaxsparse.islands.simulate(step, None, state, {}, seconds=1, step_seconds=1, every=1)
     with told("settings"):
         join(state, every=3 + rank)
     with told("state"):
@@ -148,7 +146,7 @@ def use_wrongly(link, train, state):
             state, _ = train(state, next(given))
     link.error = None
     for i in range(300):
-        assert led(int, i if rank == 0 else "none") == i
+        assert lead(int, i if rank == 0 else "none") == i
         if i % 32 == 0:
             multihost_utils.sync_global_devices(f"{i}")
     if rank == 0:

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import http.server
@@ -15,27 +14,21 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 import pytest
 import reference_islands as reference
 import running
+from safetensors.numpy import save
+from simulation import Event, simulate
 from workers import some
 
 import jaxsparse
 from jaxsparse import islands
 from jaxsparse.__main__ import main
-from jaxsparse.islands import (
-    Event,
-    exchange,
-    random_events,
-    rounds as jaxsparse_rounds,
-    simulate,
-    simulation,
-    threads,
-    watch,
-)
-from jaxsparse.islands.arithmetic import Arithmetic, Shared, _digest as digested
+from jaxsparse.islands import member as members_of, protocol, threads, train as training, watch
+from jaxsparse.islands.arithmetic import Arithmetic, Shared, _digest as digested, shared_leaves
 from jaxsparse.islands.store import UnreachableError
 
 NAMES = ("amsterdam", "bergen", "cork", "dover")
@@ -106,7 +99,7 @@ def test_messages_are_added_up_in_the_decision_s_order(clock):
     rounds = members[0].rounds
     decision = rounds.decided(0)
     assert [each.name for each in decision.members] == sorted(NAMES[:3])
-    turned = dataclasses.replace(decision, members=decision.members[::-1])
+    turned = msgspec.structs.replace(decision, members=decision.members[::-1])
     words = rounds.read(decision)
     assert all((a == b).all() for a, b in zip(rounds.read(turned), words[::-1]))
     assert not all((a == b).all() for a, b in zip(words, words[::-1]))
@@ -143,17 +136,14 @@ def missed(members, states, clock):
     return state, exchange
 
 
-@pytest.mark.parametrize("late_decay", [1.0, 0.5, 0.0])
-def test_what_comes_late_fades_as_asked_for(late_decay, clock):
-    """What was delivered and what is owed add up to the share that is left of all it moved."""
-    store = reference.Memory()
-    members, states = joined(store, NAMES[:2], clock, late_decay=late_decay)
+def test_what_comes_late_is_sent_in_the_round_that_is_open(clock):
+    """What was delivered and what is owed add up to all that it moved."""
+    members, states = joined(reference.Memory(), NAMES[:2], clock)
     state, exchange = missed(members, states, clock)
-    # Late, in the round that was open. What is nothing is not sent, and has no vote.
-    assert (exchange.counted, exchange.round) == ((True, 2) if late_decay else (False, 1))
+    assert (exchange.counted, exchange.round) == (True, 2)
     state = members[0].finish(state, exchange)
-    delivered = reference.decoder()(exchange.half.words) if late_decay else 0
-    np.testing.assert_array_equal(delivered + reference.residual(state), -8 * late_decay)
+    delivered = reference.decoder()(exchange.half.words)
+    np.testing.assert_array_equal(delivered + reference.residual(state), -8)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +168,9 @@ def test_an_island_that_keeps_nothing_sends_nothing_late(exchange, clock):
     assert members[0].rounds.decided(1) is None
 
 
-@pytest.mark.parametrize("late_decay", [1.0, 0.5, 0.0])
-def test_what_fades_weighs_less(late_decay, clock):
+def test_what_comes_late_keeps_its_weight(clock):
     programs, store = reference.arithmetic(weighted=True), reference.Memory()
-    settings = {"programs": programs, "weighted": True, "late_decay": late_decay}
+    settings = {"programs": programs, "weighted": True}
     members, states = joined(store, NAMES[:2], clock, **settings)
     states = [one._replace(weight=10.0) for one in states]
     for _ in range(2):  # bergen decides two rounds alone
@@ -195,14 +184,13 @@ def test_what_fades_weighs_less(late_decay, clock):
     exchange.advance()
     clock.now += 40  # it began 20 before, and has so long and the grace time
     assert exchange.advance()
-    weights = [each.weight for each in members[1].rounds.decided(2).members] if late_decay else []
-    assert weights == ([10.0 * late_decay**2] if late_decay else [])
+    assert [each.weight for each in members[1].rounds.decided(2).members] == [10.0]
     assert members[0].finish(state, exchange).weight == 3.0
 
 
 @pytest.mark.parametrize(("weight", "sent"), [(1e-30, 1e-20), (1e30, 1e20)])
 def test_a_weight_that_has_left_the_range_still_counts(weight, sent, clock):
-    """As after 67 missed rounds with `late_decay=0.5`. A lone island would wait for ever."""
+    """A lone island would wait for ever."""
     settings = {"programs": reference.arithmetic(weighted=True), "weighted": True}
     (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock, **settings)
     _, exchange = one.begin(reference.moved(state, [1] * 6)._replace(weight=weight))
@@ -210,88 +198,6 @@ def test_a_weight_that_has_left_the_range_still_counts(weight, sent, clock):
     clock.now += 10
     assert exchange.advance()
     assert [each.weight for each in one.rounds.decided(0).members] == [sent]
-
-
-def test_what_comes_back_after_a_jump_has_faded_in_each_round(clock):
-    store = reference.Memory()
-    members, states = joined(store, NAMES[:2], clock, late_decay=0.5, snapshots=2)
-    state, exchange = members[0].begin(reference.moved(states[0], [64] * 6))
-    for _ in range(9):  # the other one goes on, until messages of the first rounds are deleted
-        states[1], other = members[1].begin(reference.moved(states[1], [1] * 6))
-        other.advance()
-        clock.now += 10
-        assert other.advance()
-        states[1] = members[1].finish(states[1], other)
-    assert "messages/00000000/bergen.1" not in store.objects
-    exchange.advance()
-    clock.now += 20
-    assert exchange.advance()
-    state = members[0].finish(state, exchange)
-    delivered = reference.decoder()(exchange.half.words)
-    np.testing.assert_array_equal(delivered + reference.residual(state), -64 * 0.5**9)
-
-
-@pytest.mark.filterwarnings("ignore:in round 0 amsterdam began from other parameters")
-@pytest.mark.parametrize("passes", range(8))
-def test_what_is_tried_again_fades_once(passes, clock):
-    """The store fails after so many operations of a late island, which has drifted, too."""
-    store, programs = reference.Memory(), reference.arithmetic(weighted=True)
-    settings = {"programs": programs, "weighted": True, "late_decay": 0.5}
-    link = reference.Link(store)
-    late = reference.member(link, NAMES[0], clock, **settings)
-    state = late.join(reference.start())._replace(weight=8.0)
-    (other,), (others,) = joined(store, NAMES[1:2], clock, **settings)
-    _, exchange = other.begin(reference.moved(others._replace(weight=1.0), [1] * 6))
-    exchange.advance()
-    clock.now += 10
-    assert exchange.advance()
-    broken = jax.tree.map(lambda x: x.at[0, 0].add(2**-20), state.params)
-    state, exchange = late.begin(reference.moved(state, [8] * 6)._replace(params=broken))
-    link.fault, link.after = "down", passes
-    with contextlib.suppress(UnreachableError):
-        exchange.advance()
-    link.mend()
-    exchange.advance()
-    clock.now += 40
-    assert exchange.advance()
-    assert [each.weight for each in other.rounds.decided(1).members] == [4.0]
-    assert late.finish(state, exchange).weight == 0
-
-
-def test_rounds_that_are_replayed_after_a_drift_do_not_fade_again(clock):
-    moves, ends = np.random.default_rng(1).normal(size=(4, 3, 6)), []
-    for drifts in (False, True):
-        members, states = joined(reference.Memory(), NAMES[:3], clock, late_decay=0.5)
-        _, late = members[1].begin(reference.moved(states[1], moves[0][1]))
-        alone = ran(members[::2], states[::2], 1, moves[:1, ::2], clock)
-        states[0], states[2] = alone
-        late.advance()  # too late for round 0: it fades, and is sent in round 1 with the others'
-        states[1] = members[1].finish(states[1], late_in_time(late, members[::2], alone, clock))
-        states[0], states[2] = alone
-        if drifts:
-            broken = jax.tree.map(lambda x: x.at[0, 0].add(2**-20), states[1].params)
-            states[1] = states[1]._replace(params=broken)
-        with warnings.catch_warnings(record=True, action="always") as told:
-            states = ran(members, states, 2, moves[2:], clock)
-        assert any("began from other parameters" in str(each.message) for each in told) == drifts
-        ends.append(reference.residual(states[1]))
-    assert ends[0].any()
-    np.testing.assert_array_equal(*ends)
-
-
-def late_in_time(late, members, states, clock):
-    """Ends a round of others, and with it the exchange of one that was late before."""
-    exchanges = []
-    for i, one in enumerate(members):
-        states[i], exchange = one.begin(reference.moved(states[i], np.ones(6)))
-        exchanges.append(exchange)
-        exchange.advance()
-    clock.now += 40
-    for i, (one, exchange) in enumerate(zip(members, exchanges)):
-        assert exchange.advance()
-        states[i] = one.finish(states[i], exchange)
-    assert late.advance()
-    return late
 
 
 def test_names_may_be_listed(clock):
@@ -305,7 +211,7 @@ def test_names_may_be_listed(clock):
     with pytest.raises(ValueError, match="quorum=3 is more than the 2 members"):
         reference.member(store, "bergen", clock, quorum=3, **listed)
     own = members[0].rounds
-    stranger = jaxsparse_rounds.Rounds(
+    stranger = protocol.Rounds(
         store, "cork", settings=own.settings, words=own.words, quorum=1, grace=0.0
     )
     stranger.life = "0"
@@ -480,9 +386,9 @@ def test_a_state_of_another_island_is_refused(clock):
 
 def test_an_island_that_always_differs_goes_on(clock, monkeypatch):
     members, states = joined(reference.Memory(), NAMES[:3], clock)
-    digest = exchange.Exchange._digest_now
-    mine = lambda self: digest(self)[::-1] if self._member is members[1] else digest(self)
-    monkeypatch.setattr(exchange.Exchange, "_digest_now", mine)
+    digest = members_of.Exchange._digest_now
+    mine = lambda self: digest(self)[::-1] if self.member is members[1] else digest(self)
+    monkeypatch.setattr(members_of.Exchange, "_digest_now", mine)
     with pytest.warns(UserWarning, match="bergen began from other parameters"):
         states = ran(members, states, 2, np.ones((2, 3, 6)), clock)
     assert [one.round for one in states] == [2, 2, 2]
@@ -495,7 +401,7 @@ def changed(data, at, by):
 def record(kind, body, **fields):
     """An object with a right checksum, whatever it says."""
     header = json.dumps({"kind": kind, **fields}).encode()
-    data = b"jaxisland1" + len(header).to_bytes(4, "little") + header + body
+    data = b"jaxisland2" + len(header).to_bytes(4, "little") + header + body
     return data + hashlib.sha256(data).digest()
 
 
@@ -526,12 +432,12 @@ BROKEN_MESSAGES = {
     "cut at the end": GOOD[:-1],
     "longer": GOOD + b"\0",
     "no magic": b"x" + GOOD[1:],
-    "another version": changed(GOOD, 9, b"2"),
-    "another version with its checksum": resealed(changed(GOOD, 9, b"2")),
+    "another version": changed(GOOD, 9, b"1"),
+    "another version with its checksum": resealed(changed(GOOD, 9, b"1")),
     "a flipped bit of a word": changed(GOOD, len(GOOD) - 36, b"\x01"),
     "a flipped bit of the checksum": GOOD[:-1] + bytes([GOOD[-1] ^ 1]),
     "a header of 4 GB": record("message", b"")[:10] + b"\xff\xff\xff\xff" + GOOD[14:],
-    "no JSON": b"jaxisland1" + (3).to_bytes(4, "little") + b"{{{",
+    "no JSON": b"jaxisland2" + (3).to_bytes(4, "little") + b"{{{",
     "nested JSON": record("message", b"", x=[[[[]]]]),
     "a list": b"",
     "another kind": record("decision", b"", round=0, settings="s", members=[], digest="", by=""),
@@ -563,7 +469,7 @@ BROKEN_MESSAGES = {
 def rounds(store, name="adam", **settings):
     usual = {"settings": "s", "words": 3, "quorum": 1, "grace": 5.0}
     store.objects["snapshots/00000000"] = b""  # of a run that has begun
-    one = jaxsparse_rounds.Rounds(store, name, **{**usual, **settings})
+    one = protocol.Rounds(store, name, **{**usual, **settings})
     one.life = "0"
     return one
 
@@ -692,8 +598,10 @@ def test_a_decision_that_reads_broken_once_is_read_again(how, clock):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-@pytest.mark.parametrize("kind", ["messages", "decisions", "snapshots", "lives"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("messages", "flip"), ("decisions", "html"), ("snapshots", "half"), ("lives", "empty")],
+)
 def test_what_never_reads_whole_ends_by_patience(kind, how):
     """With its reason. A message is read if the answer to its writing was lost."""
     link = Damaging(reference.Memory(), kind, how, math.inf)
@@ -791,21 +699,38 @@ def test_a_folder_that_goes_as_it_decides_is_not_believed(when, clock):
     assert store.names("decisions") == ["00000000", "00000001"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "other arrays", "other shapes", "empty"])
+# An array of safetensors that is larger than all that follows.
+CLAIMS = {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}
+
+
+def with_header(arrays):
+    header = json.dumps(arrays).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+DAMAGED = ["cut", "flipped", "other arrays", "other shapes", "other types", "one too many"]
+DAMAGED += ["claims", "no arrays", "empty"]
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_an_island_joins_by_the_newest_snapshot_that_is_whole(damage, clock):
     store = reference.Memory()
     members, states = joined(store, NAMES[:1], clock, snapshots=2)
     states = ran(members, states, 4, np.ones((4, 1, 6)), clock)
     assert store.names("snapshots") == ["00000002", "00000004"]
     newest = store.objects["snapshots/00000004"]
-    leaf = {"path": "x", "shape": [10**12], "dtype": "float32"}
+    with_arrays = lambda body: record("snapshot", body, round=4, settings=members[0].settings)
+    shared = Shared(states[0].params, states[0].outer)
+    there = {path: np.asarray(x) for path, x in shared_leaves(shared)}
     store.objects["snapshots/00000004"] = {
         "cut": newest[:-40],
         "flipped": newest[:-40] + b"\x01" + newest[-39:],
-        "other arrays": record("snapshot", b"", round=4, settings=members[0].settings, leaves=[]),
-        "other shapes": record(
-            "snapshot", b"", round=4, settings=members[0].settings, leaves=[leaf]
-        ),
+        "other arrays": with_arrays(save({})),
+        "other shapes": with_arrays(save({path: x.ravel() for path, x in there.items()})),
+        "other types": with_arrays(save({path: x.view("i4") for path, x in there.items()})),
+        "one too many": with_arrays(save({**there, "x": np.zeros(1)})),
+        "claims": with_arrays(with_header({"x": CLAIMS})),
+        "no arrays": with_arrays(b"half"),
         "empty": b"",
     }[damage]
     with pytest.warns(UserWarning, match="snapshot of round 4 is left out"):
@@ -898,12 +823,24 @@ def test_an_unknown_url_is_refused(url):
 STEP = jax.jit(lambda state, batch: ((state[0] - 0.1 * (state[0] - batch),), state[0].sum()))
 
 
+def half():
+    """Half of the entries travel."""
+    exchange = jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False)
+    return optax.chain(exchange, optax.sgd(1.0))
+
+
+@functools.cache
+def programs_of_half(weighted):
+    return Arithmetic(half(), lambda state: state[0], weighted)
+
+
 def trainer(store, name, *, outer=None, **settings):
-    outer = outer or optax.chain(
-        jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False), optax.sgd(1.0)
-    )
+    """An island, by default with programs that tests share."""
     usual = {"every": 2, "grace": 20.0, "poll": 0.01}
-    return jaxsparse.islands.Islands(STEP, outer, store, name=name, **{**usual, **settings})
+    train = islands.Islands(STEP, outer or half(), store, name=name, **{**usual, **settings})
+    if outer is None:
+        train._member.arithmetic = programs_of_half(settings.get("weighted", False))
+    return train
 
 
 @pytest.mark.parametrize("overlap", some([0, 1], [1]))
@@ -934,13 +871,13 @@ def test_islands_train_in_threads_of_their_own(overlap, tmp_path):
 
 
 def test_reports_of_a_long_run_do_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(jaxsparse.islands.islands, "_KEPT", 3)
+    monkeypatch.setattr(members_of, "_KEPT", 3)
     train = trainer(reference.Memory(), "one", every=1, grace=0.0)
     state = train.join((jnp.zeros(8),))
     for _ in range(8):
         state, _ = train(state, jnp.ones(8))
         kept = len(train.status().rounds)
-        assert min(state.round, 3) <= kept < 6
+        assert min(state.round, 3) == kept
     status = train.status()
     assert (status.counted, status.posted, status.round) == (8, 8, 8)
     assert status.received == status.sent == 8 * status.rounds[-1].sent
@@ -1088,17 +1025,14 @@ WRONG = {
     "quorum": ({"quorum": 1.5}, "quorum=1.5 must be an int"),
     "overlap": ({"overlap": 2}, "overlap=2 must be less than every=2"),
     "grace": ({"grace": -1.0}, "grace=-1.0 must be a number of seconds"),
-    "round_seconds": ({"round_seconds": 0.0}, "round_seconds=0.0 must be above 0"),
-    "late_decay": ({"late_decay": 1.5}, r"late_decay=1.5 must lie in \[0, 1\]"),
     "members": ({"members": ["two"]}, r"name='one' is none of members=\['two'\]"),
-    "mixing": ({"mixing": 1.0}, r"mixing=1.0 must lie in \[0, 1\)"),
     "several rounds": (
         {"outer": jaxsparse.spardl(0.5, axis_name=None, is_dense=lambda *_: False)},
         "SparDL exchanges in several rounds",
     ),
     "a key": (
         {"outer": optax.chain(jaxsparse.dense(axis_name=None), optax.add_noise(0.1, 0.5, 3))},
-        r"the state of outer holds a random key at \[1\].rng_key",
+        r"the state of outer holds key<fry> at \[1\].rng_key, which snapshots can't hold",
     ),
     "no exchange": ({"outer": optax.sgd(1.0)}, "exchanges nothing"),
     "an axis": (
@@ -1142,12 +1076,10 @@ def test_losses_of_steps_are_averaged_over_a_round():
     state = train.join((jnp.zeros(3),))
     for batch in (1.0, 2.0, 5.0, float("nan")):
         state, _ = train(state, batch)
-    first, second, _ = watch.history(store).rounds
+    first, second, _ = watch.read_history(store)[0]
     assert (first.losses, second.losses) == ({"adam": 1.5}, {})
-    train._losses.add(jnp.bfloat16(256.0))
-    for _ in range(256):  # each is too little for a sum of so few bits
-        train._losses.add(jnp.bfloat16(1.0))
-    assert train._losses.mean() == 512 / 257
+    # Each is too little for a sum of so few bits.
+    assert training._mean([jnp.bfloat16(256.0)] + [jnp.bfloat16(1.0)] * 256) == 512 / 257
     train._loss_of = lambda out: jnp.zeros(2)
     with pytest.raises(ValueError, match=r"loss picks \(2,\) values"):
         train(state, 1.0)
@@ -1181,20 +1113,20 @@ def test_a_run_is_shown_from_its_store(tmp_path, capsys, clock):
     exchange.advance()
     store.create("decisions/00000001x", b"")
     before = sorted(path for path in tmp_path.rglob("*"))
-    found = watch.history(store)
-    assert found.snapshots == (0,)
+    found, snapshots = watch.read_history(store)
+    assert snapshots == [0]
     open_round = watch.Seen(2, None, NAMES[:1], "")
-    assert found.rounds[-1] == open_round
-    assert [seen.members for seen in found.rounds[:-1]] == [NAMES[:2]] * 2
-    assert watch.history(store, 1).rounds == found.rounds[-2:]
+    assert found[-1] == open_round
+    assert [seen.members for seen in found[:-1]] == [NAMES[:2]] * 2
+    assert watch.read_history(store, 1)[0] == found[-2:]
     status, printed = shown(capsys, tmp_path)
     assert status == 0
     assert all(name in printed.out for name in NAMES[:2])
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
-def test_a_page_shows_who_counted_and_losses(tmp_path, capsys, clock):
-    store = jaxsparse.islands.Store(tmp_path / "run")
+def test_losses_and_broken_decisions_are_shown(tmp_path, capsys, clock):
+    store = jaxsparse.islands.Store(tmp_path)
     (one, two), states = joined(store, NAMES[:2], clock)
     for loss in (4.5, 2.25):
         states[0], mine = one.begin(reference.moved(states[0], [1] * 6), loss)
@@ -1205,19 +1137,15 @@ def test_a_page_shows_who_counted_and_losses(tmp_path, capsys, clock):
         assert mine.advance()
         assert other.advance()
         states = [one.finish(states[0], mine), two.finish(states[1], other)]
-    first, *_, last = watch.history(store).rounds
+    first, *_, last = watch.read_history(store)[0]
     assert first.decision.waited == 10
     assert first.received == 2 * 4 * one.words
     assert (first.losses, last.losses) == ({NAMES[0]: 4.5}, {})
-    store.create("decisions/00000002", b"<script>")
-    path = tmp_path / "run.html"
-    status, printed = shown(capsys, tmp_path / "run", "--html", path)
+    store.create("decisions/00000002", b"[red]")
+    status, printed = shown(capsys, tmp_path)
     assert (status, printed.err) == (0, "")
     assert "2.25" in printed.out
-    text = path.read_text()
-    assert text.count("<svg") == 1
-    assert all(name in text for name in (*NAMES[:2], "mean loss", "round 2: it is no object"))
-    assert not any(each in text for each in ("<script", "<link", "src=", "@import", "url(http"))
+    assert "can't be read" in printed.out
 
 
 def test_a_store_without_a_run_is_named(tmp_path, capsys):
@@ -1246,12 +1174,9 @@ def simulated(events=(), seconds=200.0, names=NAMES[:3], **settings):
     """Each island's steps lead towards a target of its own."""
     targets = {name: jnp.full(8, float(i)) for i, name in enumerate(names)}
     batches = {name: lambda t, x=x: x for name, x in targets.items()}
-    outer = optax.chain(
-        jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False), optax.sgd(1.0)
-    )
     usual = {"step_seconds": 1.0, "every": 5, "grace": 4.0, "poll": 0.5}
-    given = {**usual, **settings}
-    return simulate(STEP, outer, (jnp.zeros(8),), batches, seconds=seconds, events=events, **given)
+    given = {"arithmetic": programs_of_half(False), **usual, **settings}
+    return simulate(STEP, None, (jnp.zeros(8),), batches, seconds=seconds, events=events, **given)
 
 
 def test_in_a_simulation_all_steps_count_without_failures():
@@ -1325,120 +1250,6 @@ def agree(told):
     return all(len(each) == 1 for each in digests.values())
 
 
-# Rounds without an island, of the twelve in 61 seconds in which its store does this.
-TROUBLES = {
-    ("deafen", 0.0): (0, 1),
-    ("delay", 2.0): (0, 2),
-    ("delay", 30.0): (8, 14),
-    ("repeat", 20.0): (0, 0),
-    ("lose", 0.0): (8, 14),
-    ("stale", 0.0): (8, 14),
-    ("jump", 40.0): (0, 1),
-    ("jump", -40.0): (0, 1),
-}
-
-
-@pytest.mark.parametrize(
-    "trouble", some(TROUBLES, [("delay", 2.0), ("repeat", 20.0), ("lose", 0.0), ("stale", 0.0)])
-)
-def test_in_a_simulation_a_store_in_trouble_loses_nothing(trouble):
-    usual = simulated()
-    told = simulated([Event(52.0, "bergen", *trouble), Event(113.0, "bergen", "mend")])
-    assert agree(told)
-    for name in ("amsterdam", "cork"):
-        assert told[name].steps >= usual[name].steps - (45 if trouble[0] == "delay" else 8)
-    rounds = told["amsterdam"].rounds
-    least, most = TROUBLES[trouble]
-    assert least <= sum("bergen" not in report.members for report in rounds) <= most
-    assert "bergen" in rounds[-1].members
-    assert told["bergen"].steps - told["bergen"].counted <= 15
-    assert told["bergen"].counted % 5 == 0
-
-
-def test_what_events_do_to_writes_and_reads(clock):
-    store = simulation.VirtualStore(0.0, math.inf, clock)
-    link = simulation._Link(store, "oslo")
-    link.happens("repeat", 5.0)
-    assert link.create("a/b", b"1")
-    store.delete(["a/b"])
-    clock.now = 4.0
-    assert store.get("a/b") is None
-    clock.now = 5.0
-    assert store.get("a/b") == b"1"
-    link.happens("mend", 0.0)
-    link.happens("deafen", 0.0)
-    for _ in range(2):
-        with pytest.raises(UnreachableError, match="oslo does not hear"):
-            link.create("a/c", b"2")
-    assert store.get("a/c") == b"2"
-    link.happens("mend", 0.0)
-    link.happens("delay", 5.0)
-    with pytest.raises(UnreachableError, match="oslo does not hear"):
-        link.delete(["a/c"])
-    clock.now = 9.0
-    assert store.get("a/c") == b"2"
-    clock.now = 10.0
-    assert store.get("a/c") is None
-    link.happens("mend", 0.0)
-    link.happens("lose", 0.0)
-    assert link.create("a/d", b"3")
-    assert store.get("a/d") is None
-    link.happens("mend", 0.0)
-    link.happens("stale", 0.0)
-    store.create("a/e", b"4")
-    assert link.create("a/f", b"5")
-    assert not link.create("a/e", b"6")
-    assert (link.names("a"), link.get("a/e"), link.get("a/f")) == (["b", "f"], None, b"5")
-    link.happens("mend", 0.0)
-    assert link.names("a") == ["b", "e", "f"]
-
-
-@pytest.mark.parametrize(("by", "waited"), [(100.0, 15), (0.0, 60), (-100.0, 60)])
-def test_a_clock_that_jumps_ends_a_wait(by, waited):
-    """The first round waits for the whole grace. Its clock's jump back costs an island nothing."""
-    (told,) = simulated([Event(20.0, "cork", "jump", by)], 80.0, ["cork"], grace=60.0).values()
-    assert waited <= told.rounds[0].waited - max(by, 0.0) <= waited + 1
-
-
-def test_in_a_simulation_a_message_on_its_way_is_not_sent_again():
-    told = simulated(seconds=100.0, latency=6.0, grace=2.0)
-    for one in told.values():
-        assert 0 <= one.requests["create", "messages"] - len(one.rounds) <= 1
-
-
-def test_failures_at_random_are_those_of_their_seed():
-    rates = dict.fromkeys(("kill", "stop", "jump", "cut", "deafen", "delay", "repeat", "lose"), 9)
-    draw = lambda seed: random_events(NAMES[:3], 400.0, rates, away=20.0, by=10.0, seed=seed)
-    assert draw(1) == draw(1) != draw(2)
-    # What comes besides leaves the rest as it was.
-    more = random_events(NAMES, 400.0, {**rates, "stale": 9}, away=20.0, by=10.0, seed=1)
-    assert [e for e in more if e.island != "dover" and e.what not in ("stale", "mend")] == [
-        e for e in draw(1) if e.what != "mend"
-    ]
-    runs = [simulated(more, seconds=400.0, names=NAMES) for _ in range(2)]
-    assert agree(runs[0])
-    assert [(one.steps, one.counted, one.rounds, one.requests) for one in runs[0].values()] == [
-        (one.steps, one.counted, one.rounds, one.requests) for one in runs[1].values()
-    ]
-    assert len({event.what for event in more}) == 12
-    assert sum(event.by < 0 for event in more if event.what == "jump") > 0
-    assert max(len(one.rounds) for one in runs[0].values()) > 20
-
-
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ({"failures": {"mend": 1.0}}, "failures has 'mend': use kill, stop, "),
-        ({"failures": {"cut": -1.0}}, r"failures\['cut'\]=-1.0 must be finite and at least 0"),
-        ({"away": 0.0}, "away=0.0 must be finite"),
-        ({"by": float("inf")}, "by=inf must be finite"),
-    ],
-)
-def test_wrong_failures_are_refused(wrong, text):
-    with pytest.raises(ValueError, match=text):
-        random_events(NAMES, 10.0, **{"failures": {}, **wrong})
-
-
 def test_a_slow_island_counts_now_and_then_and_stops_nobody():
     times = {"amsterdam": 1.0, "bergen": 1.0, "cork": 3.0}
     told = simulated(step_seconds=times, seconds=400.0)
@@ -1461,32 +1272,10 @@ def test_a_slow_island_that_is_late_makes_nobody_slow_however_long_the_grace_is(
     assert slow.counted >= slow.steps - 15
 
 
-def test_in_rounds_by_time_a_slow_island_is_in_time():
-    """It makes fewer steps in a round, of which none waits for it."""
-    times = {"amsterdam": 1.0, "bergen": 1.0, "cork": 3.0}
-    told = simulated(step_seconds=times, seconds=200.0, every=100, round_seconds=6.0)
-    # The first to begin waits for nobody it knows of.
-    assert all(report.members == NAMES[:3] for one in told.values() for report in one.rounds[1:])
-    assert len(told["cork"].rounds) > 20
-    fast, slow = told["amsterdam"], told["cork"]
-    assert fast.steps >= 200 * 6 / 8
-    assert fast.steps / 3 <= slow.steps <= fast.steps / 2  # two steps of 3 s beside five or six
-    assert slow.counted >= slow.steps - 6
-
-
 def test_an_overlap_hides_a_slow_link():
     link = {"latency": 1.0, "poll": 0.1}
     waits = [simulated(overlap=overlap, **link)["cork"].waited for overlap in (0, 4)]
     assert waits[1] < 6 < 20 < waits[0]
-
-
-def test_events_of_nobody_are_refused():
-    with pytest.raises(ValueError, match="is of no island in batches"):
-        simulated([Event(1.0, "oslo", "kill")])
-    with pytest.raises(ValueError, match="by is for delay, repeat, jump, so leave it out"):
-        simulated([Event(1.0, "cork", "kill", 1.0)])
-    with pytest.raises(ValueError, match="by must be finite, and at least 0 unless a clock jumps"):
-        simulated([Event(1.0, "cork", "delay", -1.0)])
 
 
 def test_a_step_may_donate_its_state():
@@ -1603,13 +1392,13 @@ def test_a_saved_state_that_drifts_keeps_what_it_owes(clock, monkeypatch):
     again = reference.member(members[0].store, NAMES[0], clock, snapshots=10)
     states[0] = again.join(states[0])
     owed = reference.residual(states[0])
-    digest = exchange.Exchange._digest_now
+    digest = members_of.Exchange._digest_now
 
     def drifted(self):
-        differs = self._member is again and self.round == 3 and self._drifted_in < 3
+        differs = self.member is again and self.round == 3 and self.drifted_in < 3
         return digest(self)[::-1] if differs else digest(self)
 
-    monkeypatch.setattr(exchange.Exchange, "_digest_now", drifted)
+    monkeypatch.setattr(members_of.Exchange, "_digest_now", drifted)
     with pytest.warns(UserWarning, match="reloads the snapshot of round 0") as told:
         states = ran([again, *members[1:]], states, 1, [np.zeros((3, 6))], clock)
     assert len(told) == 1
@@ -1649,12 +1438,11 @@ def test_who_joins_again_in_one_process_is_in_a_new_life():
     assert len(lives) == 2
 
 
-@pytest.mark.parametrize("mixing", [None, 0.0, 0.5])
-def test_a_saved_state_keeps_its_moves(mixing, clock):
-    programs, store = reference.arithmetic(mixing=mixing), reference.Memory()
-    (_one,), (state,) = joined(store, NAMES[:1], clock, programs=programs)
+def test_a_saved_state_keeps_its_moves(clock):
+    store = reference.Memory()
+    (_one,), (state,) = joined(store, NAMES[:1], clock)
     state = jax.tree.map(np.asarray, reference.moved(state, np.arange(6)))  # as of a checkpoint
-    back = reference.member(store, NAMES[0], clock, programs=programs).join(state)
+    back = reference.member(store, NAMES[0], clock).join(state)
     np.testing.assert_array_equal(ahead(back), np.arange(6))
     assert type(back.round) is type(back.steps) is int
 
@@ -1676,7 +1464,7 @@ def test_names_that_are_no_snapshots_of_the_run_keep_nothing_from_it(clock):
         store.objects[f"snapshots/{name}"] = b""
     ran(members, states, 6, np.ones((6, 1, 6)), clock)
     assert members[0].rounds.snapshots() == [4, 6, 90, 91]
-    assert len(watch.history(store).rounds) == 7
+    assert len(watch.read_history(store)[0]) == 7
 
 
 def test_the_last_one_of_a_quorum_leaves():
@@ -1761,15 +1549,15 @@ def test_joining_may_take_longer_than_the_store_may_be_silent(is_saved):
 
     def fails_once_a_round(key):
         if key.startswith("messages/"):
-            time.sleep(0.1)
+            time.sleep(0.03)
             read.append(key)
             if read.count(key) == 1:
                 raise UnreachableError("down")
         return get(key)
 
     store.get = fails_once_a_round
-    again = trainer(store, "two", every=1, patience=0.4)
-    with pytest.warns(UserWarning, match="two can't join yet, and tries for 0.4 s: down"):
+    again = trainer(store, "two", every=1, patience=0.2)
+    with pytest.warns(UserWarning, match="two can't join yet, and tries for 0.2 s: down"):
         state = again.join(saved if is_saved else (jnp.zeros(8),))
     assert state.round == 6
     assert sorted(collections.Counter(read).values()) == [2] * 6
@@ -1785,7 +1573,7 @@ def test_a_weight_out_of_range_is_refused(weight):
     assert state.weight == 3.0
 
 
-@pytest.mark.parametrize("kind", [float, np.float32, jnp.float32])
+@pytest.mark.parametrize("kind", [float, np.float32])
 def test_a_scalar_is_a_parameter(kind):
     """A temperature, as a number of Python's, NumPy's or JAX's."""
     step = jax.jit(lambda s, x: ((jax.tree.map(lambda p: p + x, s[0]),), x))
@@ -1819,7 +1607,7 @@ def test_an_interrupt_in_an_exchange_leaves_it_on_its_way(request):
     with pytest.raises(KeyboardInterrupt):
         one(state, jnp.ones(8))
     with pytest.raises(RuntimeError, match="the exchange of round 0 is not at its end"):
-        one._member.finish(state, one._running._exchange)
+        one._member.finish(state, one._running.exchange)
     two(other, jnp.ones(8))
     left = one.leave(state)
     assert (left.round, one.status().counted) == (1, 1)
@@ -2119,7 +1907,7 @@ def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
     if devices:
         mesh = jax.sharding.Mesh(np.array(jax.devices())[list(devices)], "x")
         w, batch = jax.device_put((w, batch), jax.sharding.NamedSharding(mesh, jax.P("x")))
-    train = trainer(reference.Memory(), "one", every=1, grace=0.0)
+    train = trainer(reference.Memory(), "one", outer=half(), every=1, grace=0.0)
     state = train.join((w,))
     like = train.like((w,))
     for x, found in zip(jax.tree.leaves(like), jax.tree.leaves(state), strict=True):
@@ -2141,10 +1929,10 @@ def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
 
 def test_a_member_fewer_takes_no_compilation(caplog):
     store = reference.Memory()
-    other = trainer(store, "two", quorum=2)
+    other = trainer(store, "two", outer=half(), quorum=2)
     _, exchange = other._member.begin(other.join((jnp.zeros(8),)))
     assert not exchange.advance()  # two has sent its message, and dies
-    one = trainer(store, "one", every=1, grace=0.0)
+    one = trainer(store, "one", outer=half(), every=1, grace=0.0)
     state, _ = one(one.join((jnp.zeros(8),)), jnp.ones(8))
     for thread in threading.enumerate():
         if thread.name == "islands-compile":

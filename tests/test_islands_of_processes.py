@@ -109,7 +109,6 @@ def test_an_island_of_two_processes(tmp_path):
     """It trains beside another one, and then all of its processes raise the same errors."""
     lines = check_equal(tmp_path, 3, "wrong", overlap=1)
     for what, text in {
-        "simulate": "ValueError: simulate has islands in one process, but this job has 2",
         "settings": "ValueError: process 1 of this island has every=4, and process 0 has 3",
         "state": "ValueError: process 1 of this island has round='4', and process 0 has '3'",
         "local": r"ValueError: parameters\['b'\] are on devices of 1 of this island's 2 processes",
@@ -125,7 +124,7 @@ def test_an_island_of_two_processes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [{"overlap": 0, "snapshots": 1}, {"overlap": 2, "mixing": 0.5, "is_spread": False}],
+    [{"overlap": 0, "snapshots": 1}, {"overlap": 2, "is_spread": False}],
 )
 def test_overlaps(settings, tmp_path):
     check_equal(tmp_path, 3, **settings)
@@ -141,7 +140,7 @@ def test_a_process_that_dies_while_others_wait_ends_them(victim, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_an_island_is_killed_and_comes_back(victim, tmp_path):
-    settings = {"quorum": 1, "grace": 1.0, "overlap": 1, "round_seconds": 0.5}
+    settings = {"quorum": 1, "grace": 1.0, "overlap": 1}
     ends = threading.Event()
     solo = Solo(tmp_path, 10**6, each_step=lambda *_: ends.wait(0.2), **settings)
     try:

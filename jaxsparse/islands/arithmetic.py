@@ -7,7 +7,7 @@ agree. What stays with an island itself comes from other programs.
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
 from jaxsparse.feedback.store import ErrorFeedbackState
-from jaxsparse.islands.lead import gathered
+from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.worker import Select, displacement, picked, put_back, replaced, skips, widened
 from jaxsparse.processes.digest import Digested
 
@@ -60,38 +60,25 @@ class Begun(NamedTuple):
 
 
 class Arithmetic:
-    """Programs for an outer optimizer.
-
-    Args:
-        outer: see `Islands`.
-        params: see `Islands`.
-        mixing: see `Islands`.
-        weighted: see `Islands`.
-    """
+    """Programs for an outer optimizer. For the settings see `Islands`."""
 
     def __init__(
-        self,
-        outer: optax.GradientTransformation,
-        params: Select,
-        mixing: float | None = None,
-        weighted: bool = False,
+        self, outer: optax.GradientTransformation, params: Select, weighted: bool = False
     ) -> None:
         self._weighted = weighted
         self._tx = optax.with_extra_args_support(outer)
-        self._pick = params
+        self.pick = params
         self._init = jax.jit(self._tx.init)
         # The step may donate its own state.
-        self.copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-        self._widened = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
+        self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+        self._widen = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
         self._put_back = jax.jit(functools.partial(put_back, params))
         self._known: dict[Any, tuple[int, str]] = {}
         self.begin = jax.jit(self._begin)
         self.shared = jax.jit(self._shared)
         self.owed = jax.jit(functools.partial(self._own, counts=False))
         self.sent = jax.jit(functools.partial(self._own, counts=True))
-        self.go_on = jax.jit(functools.partial(self._go_on, mixing=mixing))
-        self.carry_on = jax.jit(functools.partial(self._go_on, mixing=None))
-        self.faded = jax.jit(_faded)
+        self.go_on = jax.jit(self._go_on)
         self.digest = jax.jit(_digest)
 
     def start(self, state: Any) -> Shared:
@@ -99,7 +86,7 @@ class Arithmetic:
 
         Raises:
             ValueError: `params` picks something else than floating-point arrays of the state, the
-                state holds an exchange, or that of `outer` a random key.
+                state holds an exchange, or that of `outer` what snapshots can't hold.
         """
         if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
             raise ValueError(
@@ -108,30 +95,26 @@ class Arithmetic:
                 "without a residual, such as by jaxsparse.dense: leave compression to outer"
             )
         check_arrays("leaf", state)
-        picked("params", self._pick, state)  # raises
-        params = self._widened(self._pick(state))
-        outer = self._first(params)
+        picked("params", self.pick, state)  # raises
+        params = self._widen(self.pick(state))
+        outer = self._init_state(params)
         for path, leaf in tree_flatten_with_path(outer)[0]:
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if leaf.dtype.name not in DTYPES:
                 raise ValueError(
-                    f"the state of outer holds a random key at {keystr(path)}, as that of "
-                    "optax.add_noise does, and snapshots hold numbers: leave it out, or draw in "
-                    "step, whose state may hold keys"
+                    f"the state of outer holds {leaf.dtype.name} at {keystr(path)}, which "
+                    "snapshots can't hold. Random keys, as those of optax.add_noise, may stand in "
+                    "the state of step"
                 )
         return Shared(params, outer)
 
-    def described(self, shared: Shared, own: Any) -> tuple[int, str]:
+    def describe(self, shared: Shared, own: Any) -> tuple[int, str]:
         """The number of words of a message, and a digest of what islands must have in common.
 
-        That is the program `shared`, what it works on, and the names of arrays.
-
-        Args:
-            shared: global parameters and outer state. Shapes and dtypes count alone.
-            own: an island's own parameters.
+        That is the program `shared`, what it works on, and the names of arrays. Of `shared` and of
+        the island's own parameters shapes and dtypes count alone.
 
         Raises:
-            ValueError: `outer` exchanges nothing, or not in one message: see
-                `feedback.by_message.post`.
+            ValueError: `outer` exchanges nothing, or not in one message.
         """
         key = str(jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), (shared, own)))
         if key not in self._known:
@@ -151,27 +134,15 @@ class Arithmetic:
         begun = jax.eval_shape(self._begin, own, shared, 0)
         weights = jax.ShapeDtypeStruct((2,), jnp.float32) if self._weighted else None
         program = jax.make_jaxpr(self._shared)(messages, weights, begun, shared)
-        names = [f"{path} {shape} {dtype}" for path, shape, dtype in self.like(shared)]
+        names = [f"{path} {x.shape} {x.dtype}" for path, x in shared_leaves(shared)]
         text = "\n".join([Digested(program, None, (), ()).digest, *names])
         return words, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    def like(self, shared: Shared) -> Iterator[tuple[str, tuple[int, ...], Any]]:
-        """Path, shape and dtype of each array that a snapshot has."""
-        for path, leaf in tree_flatten_with_path(shared)[0]:
-            if not is_marked(path):
-                yield keystr(path), jnp.shape(leaf), jnp.result_type(leaf)
-
-    def arrays(self, shared: Shared) -> Iterator[tuple[str, np.ndarray]]:
-        """The arrays of a snapshot."""
-        for path, leaf in tree_flatten_with_path(shared)[0]:
-            if not is_marked(path):
-                yield keystr(path), gathered(leaf)
 
     def from_arrays(self, arrays: Iterable[np.ndarray], shared: Shared) -> Shared:
         """`shared` with the arrays of a snapshot. What is this island's own stays."""
         found = iter(arrays)
-        place = lambda leaf, own: leaf if own else placed(next(found), leaf)
-        return map_marked(place, jax.tree.map(jnp.asarray, shared))
+        place = lambda leaf, own: leaf if own else place_as(next(found), leaf)
+        return map_marked(place, shared)
 
     def prepare(self, members: int, begun: Begun, before: Shared) -> None:
         """Compiles `shared` for so many messages, and does not run it."""
@@ -179,15 +150,11 @@ class Arithmetic:
         weights = jax.ShapeDtypeStruct((members,), jnp.float32) if self._weighted else None
         self.shared.lower(messages, weights, begun, before).compile()
 
-    def own(self, worker: Any) -> Any:
-        """An island's own parameters."""
-        return self._pick(worker)
-
     def without_debts(self, shared: Shared) -> Shared:
         """Without anything of this island's own, as it starts."""
-        return merged(shared, own_leaves(self._first(shared.params)))
+        return with_own(shared, own_leaves(self._init_state(shared.params)))
 
-    def _first(self, params: Any) -> Any:
+    def _init_state(self, params: Any) -> Any:
         """An outer state as it starts, cut over devices as the parameters are.
 
         Zeros depend on no parameter, so that XLA alone would put all of them on one device.
@@ -206,13 +173,7 @@ class Arithmetic:
         return jax.jit(self._tx.init, out_shardings=there)(params)
 
     def _begin(self, own: Any, shared: Shared, rank: Any) -> Begun:
-        """An island's message.
-
-        Args:
-            own: its own parameters.
-            shared: global parameters and outer state.
-            rank: a number of its own, for draws that differ between islands.
-        """
+        """A message of an island's own parameters. By its `rank` islands draw differently."""
         finite = all_finite(jax.tree.leaves(own))
         moved = jax.tree.map(lambda x: jnp.where(finite, x, 0), displacement(shared.params, own))
         words, posted = by_message.post(
@@ -259,43 +220,38 @@ class Arithmetic:
         after = self._received(begun.words[None], None, begun, before, counts=counts)
         return own_leaves(after.outer)
 
-    def _go_on(
-        self, worker: Any, begun: Begun, params: Any, mixing: float | None
-    ) -> tuple[Any, Bool[Array, ""]]:
+    def _go_on(self, worker: Any, begun: Begun, params: Any) -> tuple[Any, Bool[Array, ""]]:
         """A training state that goes on from new global parameters, and whether it was finite.
 
-        Moves that the island made since it began are kept, or mixed as in Streaming DiLoCo. If they
-        are not finite, it starts anew.
+        Moves that the island made since it began are kept. If they are not finite, it starts anew.
         """
-        places = picked("params", self._pick, worker)[0]
+        places = picked("params", self.pick, worker)[0]
         leaves = jax.tree.leaves(worker)
 
         def moved_on(i: int, g: Array, origin: Array) -> Array:
             own = widened(leaves[i])
-            if mixing is None:
-                # Where it has not moved, it gets exactly the global parameters.
-                wide = jnp.where(own == origin, g, g + (own - origin))
-            else:
-                wide = own + (1 - mixing) * (g - own) if mixing else g
-            return narrow(wide, leaves[i].dtype)
+            # Where it has not moved, it gets exactly the global parameters.
+            return narrow(jnp.where(own == origin, g, g + (own - origin)), leaves[i].dtype)
 
         globals_, origins = jax.tree.leaves(params), jax.tree.leaves(begun.origin)
         values = [moved_on(i, g, origin) for i, g, origin in zip(places, globals_, origins)]
-        after = replaced(worker, places, values)
         finite = all_finite(values)
-        return put_back(self._pick, after, params, ~finite), finite
+        return put_back(self.pick, replaced(worker, places, values), params, ~finite), finite
 
     def put_back(self, worker: Any, params: Any) -> Any:
         """A training state at the global parameters, without numbers that are not finite."""
         return self._put_back(worker, params, jnp.bool_(True))
 
 
-def placed(x: Any, like: Array) -> Array:
+def place_as(x: Any, like: Any) -> Any:
     """`x` on the devices of `like`. Where `like` is bound to none, `x` isn't either.
 
     Bound to other devices than before, it would have programs compiled again. Scalars, and
     residuals that are still zeros, go to wherever the parameters are.
     """
+    like = like if isinstance(like, jax.Array) else jnp.asarray(like)
+    if isinstance(x, jax.Array) and x.sharding == like.sharding:
+        return x
     if not like.committed:
         return jnp.asarray(x)
     if isinstance(x, np.ndarray) and not like.is_fully_addressable:
@@ -327,57 +283,41 @@ def _is_on_mesh(x: Any) -> bool:
     return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
+def shared_leaves(shared: Shared) -> list[tuple[str, Array]]:
+    """What all islands have alike, and a snapshot has, with the paths."""
+    leaves = tree_flatten_with_path(shared)[0]
+    return [(keystr(path), leaf) for path, leaf in leaves if not is_marked(path)]
+
+
 def own_leaves(outer: Any) -> list[Any]:
     """The arrays of an outer state that are an island's own."""
     return [leaf for path, leaf in tree_flatten_with_path(outer)[0] if is_marked(path)]
 
 
-def merged(shared: Shared, own: list[Any]) -> Shared:
+def with_own(shared: Shared, own: list[Any]) -> Shared:
     """`shared`, with an island's own arrays."""
     given = iter(own)
     pick = lambda leaf, is_own: next(given) if is_own else leaf
     return shared._replace(outer=map_marked(pick, shared.outer))
 
 
-def _is_feedback(node: Any) -> bool:
-    return isinstance(node, ErrorFeedbackState)
-
-
 def has_residual(shared: Shared) -> bool:
     """Whether an island keeps what was not sent. `dense` and `decay=0` leave nothing of it."""
-    nodes = jax.tree.leaves(shared.outer, is_leaf=_is_feedback)
-    return any(_is_feedback(node) and node.residual for node in nodes)
-
-
-def _faded(shared: Shared, factor: Any) -> Shared:
-    """With residuals multiplied by a factor."""
-    fade = lambda x: x * jnp.asarray(factor, x.dtype)
-
-    def one(node: Any) -> Any:
-        if not _is_feedback(node):
-            return node
-        return node._replace(residual=jax.tree.map(fade, node.residual))
-
-    return shared._replace(outer=jax.tree.map(one, shared.outer, is_leaf=_is_feedback))
+    is_feedback = lambda node: isinstance(node, ErrorFeedbackState)
+    nodes = jax.tree.leaves(shared.outer, is_leaf=is_feedback)
+    return any(is_feedback(node) and node.residual for node in nodes)
 
 
 def _digest(shared: Shared) -> UInt32[Array, " 2"]:
     """Two sums over all bits that islands share. Integer sums don't depend on their order."""
     sums = jnp.zeros(2, jnp.uint32)
-    for i, (path, leaf) in enumerate(tree_flatten_with_path(shared)[0]):
-        if is_marked(path):
-            continue
+    for i, (_, leaf) in enumerate(shared_leaves(shared)):
         x = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
         # Of values of 64 bits it makes two.
-        bits = jax.lax.bitcast_convert_type(x, _unsigned(x.dtype)).reshape(-1).astype(jnp.uint32)
+        words = jnp.dtype(f"uint{8 * min(4, x.dtype.itemsize)}")
+        bits = jax.lax.bitcast_convert_type(x, words).reshape(-1).astype(jnp.uint32)
         place = jnp.arange(bits.size, dtype=jnp.uint32) + jnp.uint32(1_000_003 * (i + 1) % 2**32)
         mixed = (bits ^ (bits >> jnp.uint32(15))) * (place * jnp.uint32(0x9E3779B1) | jnp.uint32(1))
-        more = mixed ^ (mixed >> jnp.uint32(13))
-        more *= jnp.uint32(0x85EBCA77)
+        more = (mixed ^ (mixed >> jnp.uint32(13))) * jnp.uint32(0x85EBCA77)
         sums += jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in (mixed, more)])
     return sums
-
-
-def _unsigned(dtype: Any) -> Any:
-    size = jnp.dtype(dtype).itemsize
-    return {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[size]

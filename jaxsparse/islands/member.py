@@ -1,24 +1,52 @@
-"""One island: how it joins, and how a round begins and ends for it."""
+"""One island: how it joins, and how a round begins, goes on and ends for it.
 
+All of this blocks for the store alone, and waits for nobody. Each step of an exchange can be tried
+again if the store does not answer. All processes of an island do the same, and the first of them
+asks the store: see `processes`.
+"""
+
+import contextlib
+import dataclasses
+import enum
 import functools
 import hashlib
+import logging
 import threading
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.islands.arithmetic import Arithmetic, Shared, has_residual
-from jaxsparse.islands.exchange import Exchange, Report
-from jaxsparse.islands.lead import check_alike, is_first, led, spread
-from jaxsparse.islands.records import BrokenError, ForeignError, from_snapshot, to_snapshot
-from jaxsparse.islands.rounds import Rounds
+from jaxsparse.arrays.layout import narrow
+from jaxsparse.islands.arithmetic import (
+    Arithmetic,
+    Begun,
+    Shared,
+    has_residual,
+    own_leaves,
+    place_as,
+    shared_leaves,
+    with_own,
+)
+from jaxsparse.islands.processes import check_alike, gather, is_first, lead, spread
+from jaxsparse.islands.protocol import GoneError, Rounds
+from jaxsparse.islands.records import (
+    WEIGHTS,
+    BrokenError,
+    Decision,
+    ForeignError,
+    from_snapshot,
+    to_snapshot,
+)
 from jaxsparse.islands.store import Objects, UnreachableError, check_name, not_shown
 
-T = TypeVar("T")
+_LOG = logging.getLogger("jaxsparse.islands")  # a line for each round
+_KEPT = 1000  # reports
 
 
 class IslandState(NamedTuple):
@@ -45,38 +73,56 @@ class IslandState(NamedTuple):
     island: int
 
 
-class Tried(Protocol):
-    """Calls a function that asks the store. See `Member.join`."""
+class Report(NamedTuple):
+    """What became of a round, seen from an island.
 
-    def __call__(self, function: Callable[[], T], at: Callable[[], Any] = ...) -> T:
-        """What the function returns."""
+    Attributes:
+        round: its number.
+        members: the islands whose messages counted.
+        counted: whether this island's did.
+        waited: seconds from its message to the decision, or None if it sent none in this round.
+        received: bytes of messages that it read.
+        sent: bytes of its own message.
+        applied: whether the sum was applied. It is not, if it overflows.
+        digest: digest of what islands share as the next round begins.
+    """
+
+    round: int
+    members: tuple[str, ...]
+    counted: bool
+    waited: float | None
+    received: int
+    sent: int
+    applied: bool
+    digest: str
+
+    def __str__(self) -> str:
+        when = "replayed" if self.waited is None else f"decided after {self.waited:.1f} s"
+        without = "" if self.counted or self.waited is None else ", without this island"
+        return (
+            f"round {self.round} of {', '.join(self.members)}: {when}{without}, "
+            f"{self.sent / 1e6:.2f} MB sent, {self.received / 1e6:.2f} MB received"
+        )
 
 
-def _once(function: Callable[[], T], at: Callable[[], Any] = lambda: None) -> T:
-    return function()
+# Calls a function that asks the store, and maybe again if that does not answer. It is also given a
+# function that tells how far the first one has come.
+Tries = Callable[..., Any]
 
 
 class Member:
-    """An island's name, its arithmetic and its view of the store.
+    """An island's settings, see `Islands`, and what it knows in this life.
 
-    Args:
-        arithmetic: the compiled programs. Members in one process may share them.
-        store: the store.
-        name: its name.
-        quorum: see `Islands`.
-        grace: see `Islands`.
-        snapshots: see `Islands`.
-        weighted: see `Islands`.
-        members: see `Islands`.
-        round_seconds: see `Islands`.
-        late_decay: see `Islands`.
-        clock: seconds, for differences alone. While it goes back, none pass.
-        beside: starts a function that writes a snapshot, beside training. None: it is called, and
-            waited for.
+    Members in one process may share `arithmetic`. `clock` tells seconds, for differences alone:
+    while it goes back, none pass. `beside` starts a function that writes a snapshot, beside
+    training. Without it that is called, and waited for.
 
     Attributes:
         rank: a number made of its name.
-        reports: what became of its rounds.
+        reports: what became of its last rounds.
+        totals: of all rounds, how often it counted and sent, and bytes that it sent and received.
+        keeps: whether it keeps what has not been sent. If not, its late messages would be zeros.
+        dtypes: those of the island's own parameters.
         has_joined: whether this life has begun to train, and has not left.
         is_restored: whether it began from a saved state, and has not dropped what that owed.
         has_counted: whether a message of this life has counted.
@@ -93,16 +139,13 @@ class Member:
         snapshots: int,
         weighted: bool = False,
         members: Collection[str] | None = None,
-        round_seconds: float | None = None,
-        late_decay: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         beside: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self.arithmetic, self.store, self.clock = arithmetic, store, _Forward(clock)
         self.name = check_name(name)
         self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
-        self.weighted, self._round_seconds, self._beside = weighted, round_seconds, beside
-        self.late_decay = late_decay
+        self.weighted, self._beside = weighted, beside
         if isinstance(members, str):
             raise ValueError(f"members={members!r} is a text: give a list of names")
         self._members = None if members is None else frozenset(map(check_name, members))
@@ -115,8 +158,10 @@ class Member:
             )
         self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
         self.reports: list[Report] = []
+        self.totals = 0, 0, 0, 0
         self._rounds: Rounds | None = None
         self.settings, self.words = "", 0
+        self.keeps, self.dtypes = True, None
         self.has_joined = self.is_restored = self.has_counted = False
         self._began = 0.0  # when the last exchange began, or the first steps
 
@@ -131,22 +176,19 @@ class Member:
         return "" if self._rounds is None else self._rounds.life
 
     def join(
-        self, state: Any, settings: Mapping[str, Any] = {}, tried: Tried = _once
+        self,
+        state: Any,
+        settings: Mapping[str, Any] = {},
+        tries: Tries = lambda function, at=None: function(),
     ) -> IslandState:
         """The state to go on from: the newest snapshot and decisions since, or the first of all.
 
-        Args:
-            state: a training state, or an `IslandState` that this island saved.
-            settings: what all processes of this island have in common besides, in JSON's types.
-            tried: calls a function that asks the store, and maybe again if it does not answer. It
-                is also given a function that tells how far that one has come.
+        `settings` are what all processes of this island have in common besides, in JSON's types.
 
         Raises:
             ValueError: the state is another island's; the store holds another run, or none
-                although the state is of one; or see `lead.check_alike`.
-            UnreachableError: the store does not answer, or does not show what must be there: the
-                snapshot that it was given, one that it lists, or the decision before the state's
-                round.
+                although the state is of one; or see `processes.check_alike`.
+            UnreachableError: the store does not answer, or does not show what must be there.
             RuntimeError: see `Exchange.advance`.
         """
         own = state.worker if isinstance(state, IslandState) else state
@@ -156,13 +198,12 @@ class Member:
                 "under its own name: give it to that island, or join with state.worker"
             )
         shared = self.arithmetic.start(own)
-        if not has_residual(shared):
-            self.late_decay = 0.0  # else a late island's next message would be zeros that count
-        self.is_restored = isinstance(state, IslandState)
-        picked = self.arithmetic.own(own)
-        self.words, digest = self.arithmetic.described(shared, picked)
+        self.keeps, self.is_restored = has_residual(shared), isinstance(state, IslandState)
+        picked = self.arithmetic.pick(own)
+        self.dtypes = jax.tree.map(jnp.result_type, picked)
+        self.words, digest = self.arithmetic.describe(shared, picked)
         # So that all islands agree on who may take part.
-        self.settings = digest if self._members is None else _listed(digest, self._members)
+        self.settings = digest if self._members is None else _digest_names(digest, self._members)
         begins = {"digest of outer and members": self.settings, "round": "", "steps": ""}
         if isinstance(state, IslandState):
             begins |= {"round": f"{int(state.round)}", "steps": f"{int(state.steps)}"}
@@ -179,39 +220,55 @@ class Member:
             grace=self.grace,
             allowed=self._members,
         )
-        joined = self._back(state, tried) if self.is_restored else self._new(own, shared, tried)
+        if isinstance(state, IslandState):
+            joined = self._come_back(state, tries)
+        else:
+            joined = self._come(own, shared, tries)
         self.has_joined, self._began = True, self.clock()
-        return joined._replace(worker=self.arithmetic.copied(joined.worker))
+        return joined._replace(worker=self.arithmetic.copy(joined.worker))
 
-    def _new(self, own: Any, shared: Shared, tried: Tried) -> IslandState:
+    def _come(self, own: Any, shared: Shared, tries: Tries) -> IslandState:
         """A first state."""
-        found = tried(functools.partial(self._origin, shared))
-        self._begin_life(tried)
-        catching_up = Exchange(self, *found, self.arithmetic.own(own), None)
-        tried(catching_up.advance, lambda: catching_up.round)
-        shared, round = catching_up.shared, catching_up.round
-        worker = self.arithmetic.put_back(own, shared.params)
-        return IslandState(worker, *shared, round, 0, 0.0, self.rank)
+        shared, round = tries(functools.partial(self._find_origin, shared))
+        self._begin_life(tries)
+        exchange = Exchange(self, shared, round)
+        tries(exchange.advance, lambda: exchange.round)
+        worker = self.arithmetic.put_back(own, exchange.shared.params)
+        return IslandState(worker, *exchange.shared, exchange.round, 0, 0.0, self.rank)
 
-    def _begin_life(self, tried: Tried) -> None:
+    def _come_back(self, state: IslandState, tries: Tries) -> IslandState:
+        """A saved state, after the rounds that have passed since."""
+        # Checkpoints make arrays of numbers.
+        round, steps, weight = int(state.round), int(state.steps), float(state.weight)
+        tries(functools.partial(self._check_run, round))
+        self._begin_life(tries)
+        exchange = Exchange(self, Shared(state.params, state.outer), round)
+        begun = exchange.begin_idle()
+        tries(exchange.advance, lambda: exchange.round)
+        shared, round = exchange.shared, exchange.round
+        if exchange.was_sent:
+            # Its former life sent more than this state knows of.
+            worker = self.arithmetic.put_back(state.worker, shared.params)
+            return IslandState(worker, *shared, round, 0, 0.0, self.rank)
+        worker, finite = self.arithmetic.go_on(state.worker, begun, shared.params)
+        if not bool(finite):
+            self._tell_not_finite(round)
+            steps, weight = 0, 0.0
+        return IslandState(worker, *shared, round, steps, weight, self.rank)
+
+    def _begin_life(self, tries: Tries) -> None:
         """Takes a number in the store, and tells all processes of this island."""
+        self.rounds.life = tries(functools.partial(lead, self.rounds.begin_life))
 
-        def begin() -> str:
-            self.rounds.begin_life()
-            return self.rounds.life
-
-        self.rounds.life = tried(functools.partial(led, begin))
-
-    def _origin(self, shared: Shared) -> tuple[Shared, int]:
+    def _find_origin(self, shared: Shared) -> tuple[Shared, int]:
         """The newest snapshot and its round. If there is none, this island writes the first."""
-        found = self.newest(shared)
-        if found is None and led(self.rounds.decided, 0) is not None:
+        found = self.read_newest(shared)
+        if found is None and lead(self.rounds.decided, 0) is not None:
             # The run has begun, and a second snapshot of its start would stand there for nothing.
             raise not_shown(self.store, "any snapshot of its run")
         if found is None:
-            led(self.rounds.keep, 0, self.snapshot(shared, 0))
-            # That of another island, if it was first.
-            found = self.newest(shared)
+            lead(self.rounds.keep, 0, self.snapshot(shared, 0))
+            found = self.read_newest(shared)  # that of another island, if it was first
         if found is None:
             raise not_shown(self.store, "the snapshot of round 0 that it was given")
         return found
@@ -220,9 +277,9 @@ class Member:
         """Raises unless the store holds the run of a saved state of this round."""
         # A list may come late. Of a run that has decided nothing yet, the first snapshot tells.
         first = lambda: round == 0 and self.rounds.snapshot(0) is not None
-        has_snapshots = led(lambda: bool(self.rounds.snapshots()) or first())
+        has_snapshots = lead(lambda: bool(self.rounds.snapshots()) or first())
         # Decisions stay for ever, so that of the round before the state's tells which run it is.
-        is_its_run = round > 0 and led(self.rounds.decided, round - 1) is not None
+        is_its_run = round > 0 and lead(self.rounds.decided, round - 1) is not None
         if not has_snapshots and not is_its_run:
             raise ValueError(
                 f"{self.store} holds no run, but the state is of its round {round}: give the URL "
@@ -237,67 +294,33 @@ class Member:
                 "URL of the state's run, or join with state.worker"
             )
 
-    def _back(self, state: IslandState, tried: Tried) -> IslandState:
-        """A saved state, after the rounds that have passed since."""
-        round = int(state.round)
-        tried(functools.partial(self._check_run, round))
-        self._begin_life(tried)
-        shared = Shared(state.params, state.outer)
-        own = self.arithmetic.own(state.worker)
-        catching_up = Exchange(self, shared, round, own, None)
-        begun = catching_up.idle()
-        tried(catching_up.advance, lambda: catching_up.round)
-        shared = catching_up.shared
-        if catching_up.was_sent:
-            # Its former life sent more than this state knows of.
-            worker = self.arithmetic.put_back(state.worker, shared.params)
-            return IslandState(worker, *shared, catching_up.round, 0, 0.0, self.rank)
-        # All that it moved is its own, whatever `mixing` does with moves beside an exchange.
-        worker, finite = self.arithmetic.carry_on(state.worker, begun, shared.params)
-        # Checkpoints make arrays of numbers.
-        steps, weight = int(state.steps), float(state.weight)
-        if not bool(finite):
-            self._tell_not_finite(catching_up.round)
-            steps, weight = 0, 0.0
-        return IslandState(worker, *shared, catching_up.round, steps, weight, self.rank)
-
-    def is_over(self, steps: int, every: int) -> bool:
-        """Whether so many local steps end a round."""
-        limit = self._round_seconds
-        is_late = limit is not None and led(lambda: self.clock() - self._began >= limit)
-        return steps >= every or (steps > 0 and is_late)
-
     def begin(
         self, state: IslandState, loss: float | None = None
-    ) -> tuple[IslandState, Exchange | None]:
+    ) -> tuple[IslandState, "Exchange | None"]:
         """Ends the local steps of a round: the state to go on from, and the exchange to advance.
 
-        `loss` is the mean loss of these steps, for those who watch.
         If parameters are not finite, there is no exchange: the island starts the round anew.
         """
         shared = Shared(state.params, state.outer)
-        own = self.arithmetic.own(state.worker)
+        own = self.arithmetic.pick(state.worker)
         begun = self.arithmetic.begin(own, shared, self.rank)
+        took, self._began = self.clock() - self._began, self.clock()
         if not bool(begun.finite):
             self._tell_not_finite(state.round)
-            self._began = self.clock()
             worker = self.arithmetic.put_back(state.worker, state.params)
             return state._replace(worker=worker, steps=0, weight=0.0), None
-        took, self._began = self.clock() - self._began, self.clock()
         weight = state.weight if self.weighted else 1.0
-        exchange = Exchange(
-            self, shared, state.round, own, begun, weight=weight, took=took, loss=loss
-        )
+        exchange = Exchange(self, shared, state.round, begun, weight, took, loss)
         return state._replace(steps=0), exchange
 
-    def finish(self, state: IslandState, exchange: Exchange) -> IslandState:
+    def finish(self, state: IslandState, exchange: "Exchange") -> IslandState:
         """The state after an exchange, with the moves that the island made meanwhile."""
         if exchange.begun is None or not exchange.is_done:
             raise RuntimeError(f"the exchange of round {exchange.round} is not at its end")
         shared = exchange.shared
         worker, finite = self.arithmetic.go_on(state.worker, exchange.begun, shared.params)
         # What the steps beside the exchange weigh goes with what they moved.
-        beside = state.weight - exchange.taken if self.weighted else 0.0
+        beside = state.weight - exchange.weight if self.weighted else 0.0
         if not bool(finite):
             self._tell_not_finite(exchange.round)
             state, beside = state._replace(steps=0), 0.0
@@ -315,7 +338,17 @@ class Member:
             stacklevel=4,
         )
 
-    def newest(self, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
+    def report(self, report: Report) -> None:
+        """Keeps a report, and of older ones their numbers: a long run would fill the memory."""
+        _LOG.info("%s: %s", self.name, report)
+        counted, posted, sent, received = self.totals
+        if report.sent:
+            counted, posted, sent = counted + report.counted, posted + 1, sent + report.sent
+        self.totals = counted, posted, sent, received + report.received
+        self.reports.append(report)
+        del self.reports[:-_KEPT]
+
+    def read_newest(self, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
         """The newest snapshot that can be read, of a round past `after`, and this round.
 
         None: the store lists none.
@@ -324,10 +357,10 @@ class Member:
             UnreachableError: it lists some, and shows none that can be read.
             ValueError: it lists some, and all are another run's.
         """
-        like, arrays = list(self.arithmetic.like(shared)), list[np.ndarray]()
+        like, arrays = shared_leaves(shared), list[np.ndarray]()
 
         def read() -> int | None:
-            trouble = foreign = None
+            trouble: Exception | None = None
             for round in reversed(self.rounds.snapshots()):
                 if round <= after:
                     break
@@ -341,41 +374,335 @@ class Member:
                 except BrokenError as error:
                     text = f"the snapshot of round {round} is left out: {error}"
                     warnings.warn(text, stacklevel=2)
-                    if isinstance(error, ForeignError):
-                        foreign = error
-                    else:
+                    if not isinstance(error, ForeignError):
                         trouble = UnreachableError(f"{self.store} shows no whole snapshot: {text}")
+                    elif trouble is None:
+                        trouble = ValueError(
+                            f"{self.store} holds no snapshot of this run: {error}. Give a run a "
+                            "prefix of its own, and the same settings to all of its islands"
+                        )
             if trouble is not None:
                 raise trouble
-            if foreign is not None:
-                raise ValueError(
-                    f"{self.store} holds no snapshot of this run: {foreign}. Give a run a prefix "
-                    "of its own, and the same settings to all of its islands"
-                )
             return None
 
-        round = led(read)
+        round = lead(read)
         if round is None:
             return None
-        found = spread(arrays, [(shape, dtype) for _, shape, dtype in like])
-        return self.arithmetic.from_arrays(found, shared), round
+        return self.arithmetic.from_arrays(spread(arrays, [x for _, x in like]), shared), round
 
     def keep(self, round: int, snapshot: bytes) -> None:
         """Writes a snapshot, and deletes what is not needed any more."""
         write = functools.partial(self.rounds.keep, round, snapshot)
         if self._beside is None:
-            led(write)
+            lead(write)
         elif is_first():
             self._beside(write)
 
     def snapshot(self, shared: Shared, round: int) -> bytes:
-        """What `newest` reads, of the start of a round. Only the first process has it."""
-        arrays = self.arithmetic.arrays(shared)
-        if is_first():
-            return to_snapshot(round, self.settings, arrays)
-        for _ in arrays:  # each is gathered from all processes
-            pass
-        return b""
+        """What `read_newest` reads, of the start of a round. Only the first process has it."""
+        arrays = [(path, gather(x)) for path, x in shared_leaves(shared)]  # in all processes
+        return to_snapshot(round, self.settings, arrays) if is_first() else b""
+
+
+class Phase(enum.IntEnum):
+    """What an exchange does now. In `OWN` and `OWED` it has a message, and waits for a decision."""
+
+    OWN = 0  # its message of this round
+    LATE = 1  # it goes by decisions that stand, and then sends what it owes if it was late
+    OWED = 2  # what it owes, in the round that is open now
+    LAST = 3  # it goes by decisions that stand, and is at its end then
+    DONE = 4
+
+
+@dataclasses.dataclass(eq=False)
+class Exchange:
+    """A round of one island, as far as it has come, and the rounds after it if it was late.
+
+    An island that is late follows the decisions that it missed, and sends what it owes in the round
+    that is open then. Else one that is slower than the others would never count.
+    """
+
+    member: Member
+    shared: Shared  # what islands share as the round begins, with what is this island's own
+    round: int
+    begun: Begun | None = None  # its half of the exchange, or None to replay rounds only
+    weight: float = 1.0  # of its message
+    took: float = 0.0  # seconds of its own steps
+    loss: float | None = None  # their mean, for those who watch
+    phase: Phase = Phase.OWN
+    half: Begun | None = None  # its message: that of `begun`, or what it owes, if it was late
+    counted: bool = False  # whether a message of it counted
+    was_sent: bool = False  # whether a former life of it sent messages that counted
+    posted_at: float | None = None
+    post_after: float = 0.0  # so many seconds, it posts again if the store does not show it
+    drifted_in: int = -1  # the last round in which it found that it had drifted
+    words: np.ndarray | None = None  # of its message, on the host
+    digest: str | None = None  # of `shared`
+    snapshot: tuple[int, bytes] | None = None  # one that the store did not take yet
+    # What this process has seen of the round, if it asks the store: the decision and seconds until
+    # it, and the messages that count.
+    seen: tuple[Decision, float | None] | None = None
+    messages: list[np.ndarray] | None = None
+
+    def __post_init__(self) -> None:
+        self._first = self.round  # rounds before it are replayed if the island has drifted
+        self.half = self.begun
+        if self.begun is None:
+            self.phase = Phase.LAST
+
+    @property
+    def is_done(self) -> bool:
+        return self.phase is Phase.DONE
+
+    @property
+    def _has_message(self) -> bool:
+        return self.phase in (Phase.OWN, Phase.OWED)
+
+    @property
+    def owed(self) -> float:
+        """What of the weight of its steps its next message has."""
+        has_nothing = self.counted or self.was_sent or not self.member.keeps
+        return 0.0 if has_nothing else self.weight
+
+    def advance(self) -> bool:
+        """Goes on as far as it can without waiting for others. Returns whether it is done.
+
+        Raises:
+            UnreachableError: the store did not answer, or does not show what must be there: this
+                island's own message after the grace, its decision, the one before that, or a
+                message that counts and no snapshot after it. Call it again.
+            RuntimeError: a later life of this island takes part, so that this one is at an end.
+        """
+        if self.snapshot is not None:
+            self._keep()
+        while not self.is_done:
+            if self._has_message:
+                self.prepare()
+                seen = lead(lambda: self.look() and self.seen)
+                if not seen:
+                    return False
+                self._absorb(seen[0], self.half, seen[1])
+            while (decision := lead(self.member.rounds.decided, self.round)) is not None:
+                self._absorb(decision, None, None)
+            owes = not (self.counted or self.was_sent) and self.member.keeps
+            if self.phase is Phase.LATE and owes:
+                self.half, self.words, self.posted_at = self.begin_idle(), None, None
+                self.phase = Phase.OWED
+            else:
+                self.phase = Phase.DONE
+        return True
+
+    def prepare(self) -> None:
+        """Computes what `look` needs of devices, in all processes."""
+        assert self.half is not None
+        if self.words is None:
+            self.words = gather(self.half.words)
+        self._digest_now()
+
+    def look(self) -> bool:
+        """The part of `advance` that is the store's alone. Returns whether the rest can go on.
+
+        The first process may call it in a thread, after `prepare` in all of them.
+        """
+        if not self._has_message:
+            return True
+        if self.seen is None:
+            self.seen = self._await_decision()
+        if self.seen is None:
+            return False
+        with contextlib.suppress(GoneError):  # `advance` meets it again
+            self._read(self.seen[0])
+        return True
+
+    def _await_decision(self) -> tuple[Decision, float | None] | None:
+        """The decision on its message, and how long that took. It posts, unless it is late."""
+        rounds, clock = self.member.rounds, self.member.clock
+        if self.posted_at is None:
+            if (decision := rounds.decided(self.round)) is not None:
+                return decision, None
+            self._post()
+            self.posted_at, self.post_after = clock(), rounds.grace
+        waited = clock() - self.posted_at
+        decision = rounds.advance(self.round, waited - self.patience, self.took)
+        if decision is not None:
+            return decision, waited
+        if waited < rounds.grace or rounds.is_listed:
+            return None
+        if waited >= self.post_after:
+            self.post_after = 2 * waited + 1.0  # messages are large: a few times, and not always
+            self._post()
+        raise not_shown(self.member.store, f"the message of round {self.round} that it was given")
+
+    @property
+    def patience(self) -> float:
+        """Seconds before the grace begins. What is owed is sent at the start of others' steps."""
+        return self.took if self.phase is Phase.OWED else 0.0
+
+    def _post(self) -> None:
+        assert self.words is not None
+        self.member.rounds.post(
+            self.round,
+            self.words,
+            # Of too many steps, or too few after rounding: others would leave the message out.
+            weight=min(max(self.weight, WEIGHTS[0]), WEIGHTS[1]),
+            digest=self._digest_now(),
+            late=self.phase is Phase.OWED,
+            loss=self.loss,
+        )
+
+    def _read(self, decision: Decision) -> None:
+        if self.messages is None:
+            self.messages = self.member.rounds.read(decision)
+
+    def begin_idle(self) -> Begun:
+        """An exchange that began right from the global parameters."""
+        own = jax.tree.map(narrow, self.shared.params, self.member.dtypes)
+        return self.member.arithmetic.begin(own, self.shared, self.member.rank)
+
+    def _absorb(self, decision: Decision, begun: Begun | None, waited: float | None) -> None:
+        """Goes over to the next round. If the store fails on the way, nothing has changed."""
+        member, before = self.member, self.shared
+        self._check_life(decision)
+        try:
+            lead(self._read, decision)
+        except GoneError:
+            self._jump(decision, begun)
+            return
+        like = [np.empty(member.words, np.uint32)] * len(decision.members)
+        messages = np.stack(list(spread(self.messages or (), like)))
+        half = self.begin_idle() if begun is None else begun
+        counts = decision.lives.get(member.name) == member.life
+        weights = None
+        if member.weighted:
+            weights = np.array([each.weight for each in decision.members], np.float32)
+        after, applied = member.arithmetic.shared(messages, weights, half, before)
+        if begun is None or not counts:
+            after = with_own(after, member.arithmetic.owed(half, before))
+        if was_sent := self._was_sent_in(decision):
+            after = member.arithmetic.without_debts(after)
+        if decision.digest != self._digest_now():
+            found = self._reload(decision, after)
+            if found is not None:
+                self._go_to(*found, counts, begun, was_sent)
+                return
+        round = decision.round + 1
+        self._go_to(jax.tree.map(place_as, after, before), round, counts, begun, was_sent)
+        sent = 0 if waited is None else 4 * member.words
+        told = tuple(decision.lives), counts, waited, messages.nbytes, sent, bool(applied)
+        member.report(Report(decision.round, *told, self._digest_now()))
+        if begun is not None:
+            self._take_turn(tuple(decision.lives))
+
+    def _go_to(
+        self, shared: Shared, round: int, counts: bool, begun: Begun | None, was_sent: bool
+    ) -> None:
+        """Begins a round. Notes what became of its own message, if the last one was its round."""
+        self.shared, self.round, self.digest = shared, round, None
+        self.seen = self.messages = None
+        if was_sent:
+            self.was_sent, self.member.is_restored = True, False
+        if begun is not None:
+            self.counted, self.phase = counts, Phase(self.phase + 1)
+            self.member.has_counted |= counts
+
+    def _check_life(self, decision: Decision) -> None:
+        """Raises RuntimeError if a later life counts: what this one owes may be that one's, too."""
+        member = self.member
+        if decision.lives.get(member.name, "") > member.life:
+            raise RuntimeError(
+                f"a process that joined as {member.name} after this one counts in round "
+                f"{decision.round}. So this one stops, and sends nothing more: it was paused and "
+                "replaced, or two processes have one name. Give each island a name of its own, or "
+                "join again, which ends the other one"
+            )
+
+    def _was_sent_in(self, decision: Decision) -> bool:
+        """Whether a former life has sent in this round what the saved state owes."""
+        member = self.member
+        # Rounds are replayed, if the island had drifted, that were over when its state was saved.
+        is_accounted = self.was_sent or decision.round < self._first
+        is_former = decision.lives.get(member.name, member.life) < member.life
+        # A former life ends as it sees that this one counts, so it can't count after that.
+        may_be = member.is_restored and not member.has_counted
+        if is_accounted or not is_former or not may_be:
+            return False
+        warnings.warn(
+            f"a message that {member.name} sent in round {decision.round}, after its state was "
+            "saved, counted. So what the saved state owes, and had moved, is dropped: part of it "
+            "was sent",
+            stacklevel=2,
+        )
+        return True
+
+    def _reload(self, decision: Decision, after: Shared) -> tuple[Shared, int] | None:
+        """A snapshot to go back to, and its round, because this island has drifted from most."""
+        member = self.member
+        if decision.round <= self.drifted_in:
+            return None  # what differs again will go on to differ
+        found = member.read_newest(after)
+        warnings.warn(
+            f"in round {decision.round} {member.name} began from other parameters than most: "
+            "another kind of device or another compiler, or an error of memory. It reloads "
+            f"the snapshot of round {found[1] if found else '?'}, and replays",
+            stacklevel=2,
+        )
+        self.drifted_in = decision.round
+        if found is None or found[1] > decision.round:
+            return None
+        return with_own(found[0], own_leaves(after.outer)), found[1]
+
+    def _jump(self, decision: Decision, begun: Begun | None) -> None:
+        """Goes on from a snapshot, because messages on the way are gone. Decisions are not."""
+        member = self.member
+        found = member.read_newest(self.shared, after=self.round)
+        if found is None:
+            raise UnreachableError(
+                f"messages of round {self.round} are gone from {member.store}, and there is no "
+                "later snapshot: it shows an old state, or somebody deletes objects of this run"
+            )
+        shared, round = found
+        counts = begun is not None and decision.lives.get(member.name) == member.life
+        # All are read before anything changes: the store may fail at any of them.
+        passed: list[Decision] = []
+        for each in range(self.round, round):
+            if (between := lead(member.rounds.decided, each)) is None:
+                raise not_shown(member.store, f"the decision of round {each}")
+            self._check_life(between)
+            passed.append(between)
+        if begun is not None:
+            keep = member.arithmetic.sent if counts else member.arithmetic.owed
+            shared = with_own(shared, keep(begun, self.shared))
+        if was_sent := not counts and any(map(self._was_sent_in, passed)):
+            shared = member.arithmetic.without_debts(shared)
+        self._go_to(shared, round, counts, begun, was_sent)
+
+    def _take_turn(self, members: tuple[str, ...]) -> None:
+        """Prepares a snapshot if it is this island's turn, or if the one before missed its own.
+
+        Then one island writes one, too. If all did, an upload that takes long would make it so.
+        """
+        every, member = self.member.every_snapshot, self.member
+        if self.round % every or member.name not in members:
+            return
+        turn, own = self.round // every % len(members), members.index(member.name)
+        is_next = own == (turn + 1) % len(members)
+        if is_next and own != turn:
+            there = [round for round in lead(member.rounds.snapshots) if round <= self.round]
+            is_next = self.round - max(there, default=0) > every
+        if own == turn or is_next:
+            self.snapshot = self.round, member.snapshot(self.shared, self.round)
+            self._keep()
+
+    def _keep(self) -> None:
+        assert self.snapshot is not None
+        self.member.keep(*self.snapshot)
+        self.snapshot = None
+
+    def _digest_now(self) -> str:
+        if self.digest is None:
+            low, high = gather(self.member.arithmetic.digest(self.shared)).tolist()
+            self.digest = f"{high:08x}{low:08x}"
+        return self.digest
 
 
 class _Forward:
@@ -396,7 +723,7 @@ class _Forward:
             return now + self._behind
 
 
-def _listed(settings: str, members: Collection[str]) -> str:
+def _digest_names(settings: str, members: Collection[str]) -> str:
     """Digest of settings and of who may take part."""
     text = " ".join([settings, *sorted(members)])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

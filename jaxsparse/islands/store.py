@@ -14,9 +14,22 @@ import os
 import re
 from typing import Any, Protocol
 
+import obstore
+from obstore import exceptions, store as stores
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 _STATUS = re.compile(r"status code: (\d{3})")  # in obstore's errors
+
+# What an object that is there, or a request at the same time, makes of a create.
+_CONFLICTS = exceptions.AlreadyExistsError, exceptions.PreconditionError
+_REFUSALS = exceptions.PermissionDeniedError, exceptions.UnauthenticatedError
+# What no second attempt mends.
+_FINAL = (
+    exceptions.NotSupportedError,
+    exceptions.InvalidPathError,
+    exceptions.UnknownConfigurationKeyError,
+)
 
 # By the scheme of a URL, how names of obstore's environment variables begin.
 _SERVICES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
@@ -34,10 +47,9 @@ def not_shown(store: "Objects", what: str) -> UnreachableError:
 
 
 class Objects(Protocol):
-    """What islands need of a store.
+    """What islands need of a store. Keys are relative paths with "/".
 
-    Keys are relative paths with "/". All methods may raise `UnreachableError`, also
-    after they did what was asked for.
+    All methods may raise `UnreachableError`, also after they did what was asked for.
     """
 
     def create(self, key: str, data: bytes) -> bool:
@@ -69,7 +81,6 @@ class Store:
             and never shown.
 
     Raises:
-        ModuleNotFoundError: obstore is not installed.
         ValueError: the URL or an option is not known to obstore. From `create` and `names`: the
             bucket does not exist.
         PermissionError: from all operations, the server refuses these credentials. Once an
@@ -84,13 +95,6 @@ class Store:
     """
 
     def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
-        try:
-            import obstore
-            from obstore import store as stores
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "islands meet at an object store, by obstore: pip install 'jaxsparse[islands]'"
-            ) from error
         self.url = os.fspath(url)
         try:
             if self.url == "memory://":
@@ -111,91 +115,73 @@ class Store:
                 client |= options.pop("client_options", None) or {}
                 options = {"retry_config": retries, **options, "client_options": client}
                 self._store = stores.from_url(self.url, **options)
-        except (obstore.exceptions.BaseError, ValueError, TypeError, OSError) as error:
+        except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
             raise ValueError(f"url={self.url!r} is no store: {_first_line(error)}") from error
-        self._obstore = obstore
-        errors = obstore.exceptions
-        self._conflicts = errors.AlreadyExistsError, errors.PreconditionError
-        self._refusals = errors.PermissionDeniedError, errors.UnauthenticatedError
-        # What no second attempt mends.
-        self._final = (
-            errors.NotSupportedError,
-            errors.InvalidPathError,
-            errors.UnknownConfigurationKeyError,
-        )
         self._worked = set[str]()  # operations that have succeeded
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `Objects`."""
         try:
-            self._tried("create", self._obstore.put, key, data, mode="create", use_multipart=False)
+            self._ask("create", obstore.put, key, data, mode="create", use_multipart=False)
         except FileNotFoundError as error:
-            raise self._gone("create", error) from None
-        except self._conflicts:
+            raise self._tell_gone("create", error) from None
+        except _CONFLICTS:
             # S3 answers 409 for "try again", too, if a delete or another create came between
             # (ConditionalRequestConflict). obstore makes one error of 409 and 412.
             try:
-                self._tried("head", self._obstore.head, key)
+                self._ask("head", obstore.head, key)
             except FileNotFoundError:
                 raise UnreachableError(f"{self} did not take {key!r}, which is not there") from None
             return False
         return True
 
     def get(self, key: str) -> bytes | None:
-        """See `Objects`."""
-        read = lambda store, key: bytes(self._obstore.get(store, key).bytes())
+        read = lambda store, key: bytes(obstore.get(store, key).bytes())
         try:
-            return self._tried("get", read, key)
+            return self._ask("get", read, key)
         except FileNotFoundError:
             return None
 
     def names(self, folder: str) -> list[str]:
-        """See `Objects`."""
-        listed = lambda store, folder: self._obstore.list_with_delimiter(store, folder)["objects"]
+        listed = lambda store, folder: obstore.list_with_delimiter(store, folder)["objects"]
         try:
-            found = self._tried("names", listed, folder)
+            found = self._ask("names", listed, folder)
         except FileNotFoundError as error:
-            raise self._gone("names", error) from None
+            raise self._tell_gone("names", error) from None
         return sorted(each["path"].rsplit("/", 1)[-1] for each in found)
 
     def delete(self, keys: list[str]) -> None:
-        """See `Objects`."""
         try:
-            self._tried("delete", self._obstore.delete, keys)  # S3 takes 1,000 in a request
+            self._ask("delete", obstore.delete, keys)  # S3 takes 1,000 in a request
         except FileNotFoundError:  # a folder's, which may have left the others
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
-                    self._tried("delete", self._obstore.delete, key)
+                    self._ask("delete", obstore.delete, key)
 
-    def _tried(self, verb: str, operation: Any, *args: Any, **options: Any) -> Any:
-        """What an operation returns.
-
-        Raises:
-            FileNotFoundError: the server says 404, maybe at a second try of obstore's own.
-        """
+    def _ask(self, verb: str, operation: Any, *args: Any, **options: Any) -> Any:
+        """What an operation returns. FileNotFoundError: the server says 404, maybe at a retry."""
         try:
             found = operation(self._store, *args, **options)
         except FileNotFoundError:
             raise
-        except (self._obstore.exceptions.BaseError, OSError) as error:
-            if verb == "create" and isinstance(error, self._conflicts):
+        except (exceptions.BaseError, OSError) as error:
+            if verb == "create" and isinstance(error, _CONFLICTS):
                 raise
             # Of a list, and of a second try, obstore tells the server's answer in words alone.
             match = _STATUS.search(str(error))
             status = match[1] if match else None
             if status == "404":
                 raise FileNotFoundError(_first_line(error)) from None
-            is_refused = isinstance(error, self._refusals) or status in ("401", "403")
-            if isinstance(error, self._final) or (is_refused and verb not in self._worked):
+            is_refused = isinstance(error, _REFUSALS) or status in ("401", "403")
+            if isinstance(error, _FINAL) or (is_refused and verb not in self._worked):
                 raise PermissionError(f"{self} refuses {args[0]!r}: {_first_line(error)}") from None
             raise UnreachableError(f"{self} does not answer: {_first_line(error)}") from None
         self._worked.add(verb)
         return found
 
-    def _gone(self, verb: str, error: FileNotFoundError) -> Exception:
+    def _tell_gone(self, verb: str, error: FileNotFoundError) -> Exception:
         """The error of a bucket that is not there, or was there and is not shown now."""
         kind = UnreachableError if verb in self._worked else ValueError
         return kind(f"{self} is not there: {_first_line(error)}")
@@ -207,11 +193,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name of an island, which is part of its objects' keys.
-
-    Raises:
-        ValueError: it is no such name.
-    """
+    """The name of an island, which is part of its objects' keys. ValueError: it is no such name."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
             f"name={name!r} must be 1 to 64 letters, digits, '-' and '_', the first one a letter "

@@ -6,15 +6,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
-from jaxsparse.islands.exchange import Exchange
-from jaxsparse.islands.lead import is_first, led
+from jaxsparse.islands.member import Exchange
+from jaxsparse.islands.processes import is_first, lead
 from jaxsparse.islands.store import UnreachableError
-
-T = TypeVar("T")
 
 # Exchanges whose threads may be at work as Python ends.
 _RUNNING: "weakref.WeakSet[Running]" = weakref.WeakSet()
@@ -27,17 +25,8 @@ def _stop_all() -> None:
         running.stop(5.0)
 
 
-def longer(wait: float) -> float:
-    """Seconds until the store is asked once more, after so many were in vain."""
-    return min(2 * wait + 0.01, 10.0)
-
-
 class Silence:
-    """How long a store has not answered, and how long to wait until it is asked once more.
-
-    Args:
-        poll: seconds to wait while it answers.
-        patience: seconds that it may be silent.
+    """How long a store has not answered. It is asked each `poll` seconds while it answers.
 
     Attributes:
         wait: seconds until it is asked once more.
@@ -49,11 +38,11 @@ class Silence:
         self._since: float | None = None
         self._at: Any = None
 
-    def ends(self) -> None:
+    def end(self) -> None:
         """Notes that the store has answered."""
         self.wait, self._since = self._poll, None
 
-    def is_too_long(self, at: Any) -> bool:
+    def is_too_long(self, at: Any = None) -> bool:
         """Notes an error of the store. Returns whether it has been silent for `patience` seconds.
 
         `at` is how far the work has come. If that is further than at the error before, the store
@@ -62,43 +51,8 @@ class Silence:
         now = time.monotonic()
         if self._since is None or at != self._at:
             self._since, self._at, self.wait = now, at, self._poll
-        self.wait = longer(self.wait)
+        self.wait = min(2 * self.wait + 0.01, 10.0)
         return now - self._since > self._patience
-
-
-class Patient:
-    """Calls functions that ask the store, each until the store answers, and tells of it once.
-
-    Args:
-        name: the island that joins.
-        poll: see `Silence`.
-        patience: see `Silence`.
-    """
-
-    def __init__(self, name: str, poll: float, patience: float) -> None:
-        self._name, self._poll, self._patience = name, poll, patience
-        self._is_told = False
-
-    def __call__(self, function: Callable[[], T], at: Callable[[], Any] = lambda: None) -> T:
-        """What the function returns. `at()` is how far it has come, for when it is called again.
-
-        Raises:
-            UnreachableError: the store was silent for `patience` seconds.
-        """
-        silence = Silence(self._poll, self._patience)
-        while True:
-            try:
-                return function()
-            except UnreachableError as error:
-                if not self._is_told:
-                    warnings.warn(
-                        f"{self._name} can't join yet, and tries for {self._patience:g} s: {error}",
-                        stacklevel=5,
-                    )
-                    self._is_told = True
-                if led(silence.is_too_long, at()):
-                    raise
-            time.sleep(silence.wait)
 
 
 class Writer:
@@ -129,28 +83,20 @@ class Writer:
         _wait(self._is_idle, seconds)
 
     def _run(self, write: Callable[[], None]) -> None:
+        silence = Silence(self._poll, self._patience)
         try:
-            self._write(write)
+            while True:
+                try:
+                    return write()
+                except UnreachableError as error:
+                    if silence.is_too_long():
+                        raise error
+                time.sleep(silence.wait)
+        except Exception as error:
+            text = f"{self._name} could not write its snapshot, and leaves it out: {error}"
+            warnings.warn(text, stacklevel=2)
         finally:
             self._is_idle.set()
-
-    def _write(self, write: Callable[[], None]) -> None:
-        began, wait = time.monotonic(), self._poll
-        while True:
-            try:
-                write()
-            except Exception as error:
-                is_over = time.monotonic() - began > self._patience
-                if is_over or not isinstance(error, UnreachableError):
-                    warnings.warn(
-                        f"{self._name} could not write its snapshot, and leaves it out: {error}",
-                        stacklevel=2,
-                    )
-                    return
-            else:
-                return
-            wait = longer(wait)
-            time.sleep(wait)
 
 
 def _wait(event: threading.Event, seconds: float) -> bool:
@@ -166,12 +112,12 @@ class Running:
     """An exchange in a thread.
 
     Of several processes, the first one has a thread, which does what is the store's alone. The rest
-    is done by all, in their main threads and where the result is awaited: see `lead`.
+    is done by all, in their main threads and where the result is awaited: see `processes`.
     """
 
     def __init__(self, exchange: Exchange, poll: float, patience: float) -> None:
         self._said: str | None = None  # the store's last error, if it did not answer since
-        self._exchange = exchange
+        self.exchange = exchange
         self._poll, self._silence = poll, Silence(poll, patience)
         self._error: BaseException | None = None
         self._is_stopped, self._has_ended = threading.Event(), threading.Event()
@@ -191,7 +137,7 @@ class Running:
     @property
     def trouble(self) -> str | None:
         """Why it does not go on, or None."""
-        return self._said or self._exchange.lacks
+        return self._said or self.exchange.member.rounds.lacks
 
     def is_silent(self) -> bool:
         """Whether the store does not answer."""
@@ -214,9 +160,9 @@ class Running:
     def result(self, seconds: float) -> Exchange | None:
         """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
         end = time.monotonic() + seconds
-        while led(self._comes_to_its_end, end):
-            if self._exchange.is_done or (not self._is_single and self._is_done()):
-                return self._exchange
+        while lead(self._comes_to_its_end, end):
+            if self.exchange.is_done or (not self._is_single and self._finish()):
+                return self.exchange
             self.start()
         return None
 
@@ -226,20 +172,20 @@ class Running:
             return False
         if self._error is not None:
             raise self._error
-        return not self._is_stopped.is_set() or self._exchange.is_done
+        return not self._is_stopped.is_set() or self.exchange.is_done
 
-    def _is_done(self) -> bool:
-        """What all processes do once the first one has seen what it needs."""
+    def _finish(self) -> bool:
+        """What all processes do once the first one has seen what it needs. Returns whether done."""
         try:
-            if self._exchange.advance():
+            if self.exchange.advance():
                 return True
             self._note(None)
         except UnreachableError as error:
-            led(self._note, error)
+            lead(self._note, error)
         return False
 
     def _run(self) -> None:
-        advance = self._exchange.advance if self._is_single else self._exchange.look
+        advance = self.exchange.advance if self._is_single else self.exchange.look
         try:
             if self.is_silent():
                 self._is_stopped.wait(self._silence.wait)
@@ -260,18 +206,18 @@ class Running:
         """Notes whether the store answers. Raises the error if it has not for long."""
         if error is None:
             self._said = None
-            self._silence.ends()
+            self._silence.end()
             return
         self._said = str(error)
-        if self._silence.is_too_long(self._exchange.round):
+        if self._silence.is_too_long(self.exchange.round):
             raise error
 
 
 def _may_compute_in_a_thread(exchange: Exchange) -> bool:
     """Whether programs may start beside those of training.
 
-    On several accelerators, or in several processes, programs with collectives must start in one
-    order on all devices, which two threads don't keep. CPUs match collectives by their runs.
+    Programs with collectives must start in one order on all devices, which two threads don't keep.
+    CPUs of one process match collectives by their runs.
     """
     leaves = [x for x in jax.tree.leaves(exchange.shared.params) if isinstance(x, jax.Array)]
     devices = {device for x in leaves for device in x.devices()}

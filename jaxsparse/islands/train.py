@@ -1,12 +1,11 @@
 """Training on an island: local steps, and beside them a thread that exchanges with others."""
 
 import math
-import operator
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -15,16 +14,13 @@ import optax
 
 from jaxsparse.arrays.settings import static_float, static_int
 from jaxsparse.islands.arithmetic import Arithmetic, structs
-from jaxsparse.islands.exchange import Exchange, Report
-from jaxsparse.islands.lead import led
-from jaxsparse.islands.member import IslandState, Member
+from jaxsparse.islands.member import Exchange, IslandState, Member, Report
+from jaxsparse.islands.processes import lead
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
-from jaxsparse.islands.threads import Patient, Running, Writer
+from jaxsparse.islands.threads import Running, Silence, Writer
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step, stepped
-
-_KEPT = 1000  # reports of rounds, and at most twice as many
 
 
 class Status(NamedTuple):
@@ -34,7 +30,7 @@ class Status(NamedTuple):
         name: its name.
         life: a word that its messages and decisions carry beside the name. It changes at `join`.
         round: the round that it is in.
-        rounds: reports of the last rounds, the oldest first, at least 1,000 if there were so many.
+        rounds: reports of the last 1,000 rounds, the oldest first.
         counted: in how many rounds its message counted, of those that it posted in.
         posted: in how many rounds it posted.
         sent: bytes of its messages.
@@ -74,44 +70,19 @@ class Islands:
     add them up in the decision's order, and apply `outer`. So all have the same parameters, bit for
     bit, though none are sent.
 
-    **Late.** An island that finds its round decided keeps its displacement in its residual, follows
-    the decisions that it missed, and sends what it owes in the round that is open then. Nothing is
-    lost, only late. (It is lost with the process, unless the state was saved, and a decay of the
-    exchange below 1 applies once a round.) Others wait for an island that was late in the last
-    round after it was late 1, 4, 16, 64 ... times, counted since it was last in time, at most as
-    long as their own steps take: it may have been held up once. So a slow one does not make them
-    slow.
+    An island that finds its round decided keeps its displacement in its residual, follows the
+    decisions that it missed, and sends what it owes in the round that is open then: nothing is
+    lost, only late. `join` reads the newest snapshot, and replays the decisions since. A thread
+    posts, waits, reads and adds up, while the island makes `overlap` more steps, and keeps what
+    they moved. `status()` has reports of the last rounds, and the logger "jaxsparse.islands" a line
+    for each. docs/islands.md has what happens when something fails, and what a return costs.
 
-    **Joining and coming back** are one thing: `join` reads the newest snapshot, and replays the
-    decisions since. No other island is asked, or waits.
+    An optimizer's count belongs to the island's own state: after joining with a fresh state it is
+    0. `round`, which all share, times `every` is the number to go by.
 
-    **Numbers of steps.** An optimizer's count belongs to the island's own state: after joining with
-    a fresh state it is 0, and a schedule by it begins anew. `round`, which all share, times `every`
-    is the number to go by.
-
-    **Told.** `status()` has reports of the last rounds, and the logger "jaxsparse.islands" a line
-    for each.
-
-    **Off the critical path.** A thread posts, waits, reads and adds up. With `overlap`, the island
-    makes so many more steps before it needs the result. It keeps what they moved (`mixing=None`).
-
-    **The store does not answer.** The thread tries again, for `patience` seconds. Meanwhile the
-    island goes on for up to `alone` steps, and then waits.
-
-    **Not finite.** An island whose parameters are not finite, or further from the global ones than
-    float32 can tell, sends nothing, and starts the round anew from the global parameters. What
-    these steps weigh is dropped with them.
-
-    **Bits.** Islands on one kind of device with one version of JAX compute the same bits. Messages
-    carry a digest of what they started from. An island that differs from most says so, and reloads.
-
-    **Several processes.** An island may be a `jax.distributed` job of its own, with parameters on a
-    mesh of all of its devices. All of its processes make an `Islands` with the same settings, and
-    call `join`, steps and `leave` alike. The first one talks to the store, and others follow it.
-    Its thread posts, waits and reads. Devices work on the result where it is awaited.
-
-    What is not done: all fragments are exchanged at once, and statistics such as those of BatchNorm
-    stay each island's own.
+    An island may be a `jax.distributed` job of its own, with parameters on a mesh of all of its
+    devices. All of its processes make an `Islands` with the same settings, and call `join`, steps
+    and `leave` alike. The first one talks to the store.
 
     The idea and the names of Decoupled DiLoCo (arXiv 2604.21428): quorum, grace, and merging with
     weights.
@@ -127,27 +98,15 @@ class Islands:
         store: where islands meet.
         name: this island's name: letters, digits, "-" and "_".
         every: local steps in a round, H. Islands may differ in it.
-        round_seconds: seconds after which the next step ends a round, too, even if it has fewer
-            than `every`: rounds by time, in which a slow island makes fewer steps and is in time.
-            Then let messages weigh by what they hold (`weighted`). None: rounds by steps alone.
         quorum: the least number of islands that decide on a round. With fewer, all wait.
         grace: seconds after its own message, after which an island no longer waits for those that
             were in time in the last round. An island that dies costs the others this time, once.
             One that is slower by less makes all as slow.
         overlap: number of steps that are made beside an exchange, less than `every`.
-        mixing: None: moves made during an exchange are kept. A number in [0, 1) is the weight of
-            the island's own parameters against the global ones, as in Streaming DiLoCo.
         snapshots: rounds from one snapshot to the next. The island whose turn it is writes it, in a
             thread, from a copy on the host.
-        late_decay: factor in [0, 1] by which all that this island owes shrinks in each round in
-            which its message does not count. 1: nothing is lost, only late. Below 1, what was
-            delivered and what it owes add up to less than what it moved, and with 0 a late
-            displacement is dropped whole, and not sent: it was made from old parameters. It is 0
-            where `outer` keeps no residual, as `dense` and `decay=0` don't. If `weighted`, its
-            weight shrinks alike. (The norm of what comes late is cut by an exchange
-            with `clip="median"`.)
         weighted: whether messages count by weights, which each call of a step gives, such as its
-            number of tokens. Otherwise all count alike. All islands must agree.
+            number of tokens. All islands must agree.
         members: names of the islands that may take part, the same on all of them. Messages of
             others are left out, with a warning. None: all that use the same settings may.
         params: function that picks the parameters from a state, see `jaxsparse.LocalSteps`.
@@ -155,15 +114,16 @@ class Islands:
             rounds stand in the run's log, for `python -m jaxsparse islands`. None: no losses there.
         poll: seconds from one look at the store to the next.
         patience: seconds without an answer from the store, or without one that can be read, after
-            which training, or `join`, ends with an error. So long `leave` waits for others. (How
-            long training waits for a quorum has no end.)
+            which training, or `join`, ends with an error. So long `leave` waits for others.
+            (Training waits for a quorum without end.)
         alone: number of steps that an island goes on beyond `overlap` while the store does not
             answer.
 
     Raises:
-        ValueError: settings out of range. From `join`: see `Member.join`; `outer` exchanges
-            nothing, or not in one message; or several processes of an island differ, or have
-            parameters that are not on devices of all.
+        ValueError: settings out of range. From `join`: `outer` exchanges nothing, or not in one
+            message; the state is another island's, or the store holds another run; or processes of
+            an island differ, or have parameters that are not on devices of all.
+        ConnectionError: the store does not answer for `patience` seconds.
     """
 
     def __init__(
@@ -177,10 +137,7 @@ class Islands:
         quorum: int = 1,
         grace: float = 60.0,
         overlap: int = 0,
-        mixing: float | None = None,
         snapshots: int = 10,
-        round_seconds: float | None = None,
-        late_decay: float = 1.0,
         weighted: bool = False,
         members: Collection[str] | None = None,
         params: Select | None = None,
@@ -206,20 +163,11 @@ class Islands:
         for label, seconds in (("grace", grace), ("poll", poll), ("patience", patience)):
             if not static_float(label, seconds) >= 0:
                 raise ValueError(f"{label}={seconds} must be a number of seconds, at least 0")
-        if round_seconds is not None and not static_float("round_seconds", round_seconds) > 0:
-            raise ValueError(
-                f"round_seconds={round_seconds} must be above 0, or None for rounds by steps"
-            )
-        if not 0 <= static_float("late_decay", late_decay) <= 1:
-            raise ValueError(f"late_decay={late_decay} must lie in [0, 1]")
-        if mixing is not None and not 0 <= static_float("mixing", mixing) < 1:
-            raise ValueError(f"mixing={mixing} must lie in [0, 1), or be None")
         if isinstance(store, (str, os.PathLike)):
             raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
         self._settings = {
             "name": name, "every": every, "quorum": quorum, "grace": grace, "overlap": overlap,
-            "mixing": mixing, "snapshots": snapshots, "round_seconds": round_seconds,
-            "late_decay": late_decay, "weighted": weighted, "poll": poll, "patience": patience,
+            "snapshots": snapshots, "weighted": weighted, "poll": poll, "patience": patience,
             "alone": alone,
         }  # fmt: skip
         # Why `grace` is a number, and not as long as the island's own steps take: what an island
@@ -230,7 +178,7 @@ class Islands:
         self._writer = Writer(name, poll, patience)
         self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
-            Arithmetic(outer, params or params_of, mixing, weighted),
+            Arithmetic(outer, params or params_of, weighted),
             store,
             name,
             quorum=quorum,
@@ -238,30 +186,23 @@ class Islands:
             snapshots=snapshots,
             weighted=weighted,
             members=members,
-            round_seconds=round_seconds,
-            late_decay=late_decay,
             beside=self._writer.start,
         )
         self._running: Running | None = None
         self._left: Running | None = None  # what `leave` did not wait for
         self._waiting = 0.0
         self._round, self._has_joined = 0, False
-        self._former: tuple[int, ...] = (0, 0, 0, 0)  # numbers of rounds whose reports are gone
-        self._loss_of, self._losses = loss, _Losses()
+        self._is_told = False  # whether it has warned that it can't join yet
+        self._loss_of = loss
+        self._losses: list[Any] = []  # of steps, none of which has to wait for it
         self._is_checked = False  # whether the step returned what it must
 
     def like(self, state: Any) -> IslandState:
-        """Shapes, dtypes and shardings of this island's state, for reading a saved one.
+        """Shapes, dtypes and shardings of this island's state, made of a training state.
 
         It asks no store. Give it to Orbax as the target, and what Orbax reads to `join`:
 
             saved.restore(step, args=orbax.checkpoint.args.StandardRestore(train.like(state)))
-
-        Args:
-            state: a training state as for `join`.
-
-        Raises:
-            ValueError: see `Islands`.
         """
         worker, shared = structs((state, self._member.arithmetic.start(state)))
         return IslandState(worker, shared.params, shared.outer, 0, 0, 0.0, self._member.rank)
@@ -269,13 +210,7 @@ class Islands:
     def join(self, state: Any) -> IslandState:
         """The state to go on from: of the run in the store, or the first state of a new run.
 
-        Args:
-            state: a training state, or the `IslandState` that this island saved. It is not donated.
-
-        Raises:
-            ValueError: see `Islands`.
-            ConnectionError: the store does not answer for `patience` seconds. What has been read
-                and replayed before is not read again.
+        It takes a training state, or the `IslandState` that this island saved, and donates neither.
         """
         for former in (self._running, self._left):
             # Else it would go on in the name of the new life.
@@ -285,10 +220,28 @@ class Islands:
                     f"{self._member.name} for {self._patience:g} s, and it can't join before that"
                 )
         self._running = self._left = None
-        patient = Patient(self._member.name, self._poll, self._patience)
-        joined = self._member.join(state, self._settings, patient)
+        self._is_told = False
+        joined = self._member.join(state, self._settings, self._try)
         self._round, self._has_joined = joined.round, True
         return joined
+
+    def _try(self, function: Callable[[], Any], at: Callable[[], Any] = lambda: None) -> Any:
+        """Calls a function until the store answers. `at()` is how far it has come."""
+        silence = Silence(self._poll, self._patience)
+        while True:
+            try:
+                return function()
+            except UnreachableError as error:
+                if not self._is_told:
+                    warnings.warn(
+                        f"{self._member.name} can't join yet, and tries for {self._patience:g} s: "
+                        f"{error}",
+                        stacklevel=5,
+                    )
+                    self._is_told = True
+                if lead(silence.is_too_long, at()):
+                    raise
+            time.sleep(silence.wait)
 
     def __call__(
         self, state: Any, batch: Any, weight: float | None = None
@@ -296,16 +249,11 @@ class Islands:
         """One step, and what is due of an exchange.
 
         Args:
-            state: from `join`, or from the call before. The first state, as a trainer makes it,
-                goes through `join` first, so that an `Islands` stands where a trainer's jitted
-                step stood.
+            state: from `join`, or from the call before. A first state, as a trainer makes it, goes
+                through `join`, so that an `Islands` stands where a trainer's jitted step stood.
             batch: the batch of this island's step.
             weight: what the step counts in the mean, above 0, if `weighted`. It counts also if the
-                step changes nothing, such as one that skips a gradient that is not finite. It is
-                dropped with the step's moves if parameters become not finite.
-
-        Returns:
-            The next state, and the second result of `step`.
+                step changes nothing, and is dropped with its moves if these are not finite.
         """
         if (weight is not None) != self._member.weighted:
             raise ValueError(
@@ -322,28 +270,27 @@ class Islands:
                 )
             state = self.join(state)
         self._check(state)
-        worker, out = self._stepped(state.worker, batch)
+        worker, out = self._make_step(state.worker, batch)
         if self._loss_of is not None:
-            self._losses.add(self._loss_of(out))
-        state = state._replace(
-            worker=worker,
-            steps=state.steps + 1,
-            weight=state.weight + (weight or 0.0),
-        )
+            loss = self._loss_of(out)
+            if jnp.shape(loss) != ():
+                raise ValueError(
+                    f"loss picks {jnp.shape(loss)} values from what the step returns: pick one "
+                    "scalar"
+                )
+            self._losses.append(loss)
+        weighs = state.weight + (weight or 0.0)
+        state = state._replace(worker=worker, steps=state.steps + 1, weight=weighs)
         if state.steps >= self._overlap:
-            state = self._waited(state)
-        if self._running is None and self._member.is_over(state.steps, self._every):
-            state = self._begun(state)
+            state = self._wait(state)
+        if self._running is None and state.steps >= self._every:
+            state = self._begin(state)
             if self._overlap == 0:
-                state = self._waited(state)
+                state = self._wait(state)
         return state, out
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """The step, lowered for these arguments or their shapes, as `jax.jit` does it.
-
-        Raises:
-            ValueError: `step` is not compiled by `jax.jit`.
-        """
+        """The step, lowered for these arguments or their shapes, as `jax.jit` does it."""
         worker = state.worker if isinstance(state, IslandState) else state
         if not hasattr(self._step, "lower"):
             raise ValueError(
@@ -363,7 +310,7 @@ class Islands:
                 "the one that the last call returned. If an interrupt has lost that, join with this"
             )
 
-    def _stepped(self, worker: Any, batch: Any) -> tuple[Any, Any]:
+    def _make_step(self, worker: Any, batch: Any) -> tuple[Any, Any]:
         if self._is_checked:
             return self._step(worker, batch)
         self._is_checked = True
@@ -392,11 +339,11 @@ class Islands:
                 return self._patience
             return max(0.0, began + patience - time.monotonic())
 
-        state = self._arrived(state, left())
+        state = self._finish(state, left())
         if state.steps and self._running is None:
-            state = self._arrived(self._begun(state), left())
-        if patience is None and self._running is not None and led(self._running.is_silent):
-            state = self._arrived(state)  # it has an end of its own, of `patience` seconds
+            state = self._finish(self._begin(state), left())
+        if patience is None and self._running is not None and lead(self._running.is_silent):
+            state = self._finish(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
             self._running.stop(left())
             self._left, self._running = self._running, None
@@ -409,41 +356,38 @@ class Islands:
                 "to join",
                 stacklevel=2,
             )
-        led(self._writer.wait, left())
+        lead(self._writer.wait, left())
         return state
 
     def status(self) -> Status:
         """How this island stands."""
-        reports, running = tuple(self._member.reports), self._running
-        counted, posted, sent, received = map(operator.add, self._former, _numbers(reports))
+        member, running = self._member, self._running
         return Status(
-            self._member.name,
-            self._member.life,
+            member.name,
+            member.life,
             self._round,
-            reports,
-            counted,
-            posted,
-            sent,
-            received,
+            tuple(member.reports),
+            *member.totals,
             self._waiting,
             None if running is None else running.trouble,
         )
 
-    def _begun(self, state: IslandState) -> IslandState:
-        state, exchange = self._member.begin(state, self._losses.mean())
+    def _begin(self, state: IslandState) -> IslandState:
+        losses, self._losses = self._losses, []
+        state, exchange = self._member.begin(state, _mean(losses))
         if exchange is not None:
             self._running = Running(exchange, self._poll, self._patience)
             self._running.start()
         return state
 
-    def _waited(self, state: IslandState) -> IslandState:
-        """As `_arrived`, unless the store does not answer and the island may go on alone."""
+    def _wait(self, state: IslandState) -> IslandState:
+        """As `_finish`, unless the store does not answer and the island may go on alone."""
         over = state.steps - self._overlap if state.steps else 0
-        if self._running is None or (over < self._alone and led(self._running.is_stuck)):
+        if self._running is None or (over < self._alone and lead(self._running.is_stuck)):
             return state
-        return self._arrived(state)
+        return self._finish(state)
 
-    def _arrived(self, state: IslandState, seconds: float = math.inf) -> IslandState:
+    def _finish(self, state: IslandState, seconds: float = math.inf) -> IslandState:
         if self._running is None:
             return state
         began = time.monotonic()
@@ -455,15 +399,7 @@ class Islands:
         state = self._member.finish(state, exchange)
         self._round, self._running = state.round, None
         self._prepare(exchange)
-        self._forget()
         return state
-
-    def _forget(self) -> None:
-        """Drops reports of former rounds, which would fill the memory of a long run."""
-        reports = self._member.reports  # no thread adds any now
-        if len(reports) >= 2 * _KEPT:
-            self._former = tuple(map(operator.add, self._former, _numbers(reports[:-_KEPT])))
-            del reports[:-_KEPT]
 
     def _prepare(self, exchange: Exchange) -> None:
         """Compiles for a member fewer than in the last round, beside training.
@@ -481,35 +417,7 @@ class Islands:
             ).start()
 
 
-def _numbers(reports: Sequence[Report]) -> tuple[int, ...]:
-    """Of `Status`: counted, posted, sent, received."""
-    own = [report for report in reports if report.sent]
-    counted, sent = sum(report.counted for report in own), sum(report.sent for report in own)
-    return counted, len(own), sent, sum(report.received for report in reports)
-
-
-class _Losses:
-    """Sum and number of losses, which no step has to wait for."""
-
-    def __init__(self) -> None:
-        self._sum: Any = 0.0
-        self._count = 0
-
-    def add(self, loss: Any) -> None:
-        """Counts a loss.
-
-        Raises:
-            ValueError: it is no scalar.
-        """
-        if jnp.shape(loss) != ():
-            raise ValueError(
-                f"loss picks {jnp.shape(loss)} values from what the step returns: pick one scalar"
-            )
-        # In bfloat16 a sum of some hundred losses would stop growing.
-        self._sum, self._count = self._sum + jnp.asarray(loss, jnp.float32), self._count + 1
-
-    def mean(self) -> float | None:
-        """The mean since the last call, or None if there is none or it is not finite."""
-        mean = float(self._sum) / self._count if self._count else math.nan
-        self._sum, self._count = 0.0, 0
-        return mean if math.isfinite(mean) else None
+def _mean(losses: list[Any]) -> float | None:
+    """The mean of scalars, or None if there are none or it is not finite."""
+    mean = sum(map(float, losses)) / len(losses) if losses else math.nan
+    return mean if math.isfinite(mean) else None

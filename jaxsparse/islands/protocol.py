@@ -10,32 +10,23 @@ read the one that stands, whoever made it: a request may fail after it was carri
 twice. So members need no clock in common, no leader and no list of members.
 
 A read may be damaged, though the object is whole. So what can't be read is read again, and nobody
-acts on it: a decision is known whole, or it is not known. A store may be another one for a while,
-such as the empty folder where a share was mounted. So an island believes a decision of its own only
-if the store still has the decision before.
+acts on it. A store may be another one for a while, such as the empty folder where a share was
+mounted. So an island believes a decision of its own only if the store still has the one before.
 
-Decisions are kept for ever: 200 bytes, and 175 a member, are the log of a round. If old ones were
-deleted, an island that slept for long could decide such a round a second time. Messages and older
-snapshots go once two newer snapshots stand.
+Decisions are kept for ever. If old ones were deleted, an island that slept for long could decide
+such a round a second time. Messages and older snapshots go once two newer snapshots stand.
 """
 
 import collections
-import dataclasses
 import math
 import re
 import secrets
 import warnings
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxsparse.islands.records import (
-    BrokenError,
-    Decision,
-    Member,
-    Message,
-    checksum,
-    words_of,
-)
+from jaxsparse.islands.records import BrokenError, Decision, Member, Message, checksum, words_of
 from jaxsparse.islands.store import NAME, Objects, UnreachableError, not_shown
 
 _KEPT = 2  # snapshots
@@ -46,8 +37,7 @@ class GoneError(LookupError):
     """A message that a decision names is not in the store, or is another one."""
 
 
-@dataclasses.dataclass
-class _Read:
+class Read(NamedTuple):
     """A message that was read and found good."""
 
     message: Message
@@ -58,15 +48,8 @@ class _Read:
 class Rounds:
     """An island's view of the rounds. It blocks for the store alone, and never waits for others.
 
-    Args:
-        store: the store.
-        name: this island.
-        settings: digest that all members share, see `records.Record`.
-        words: number of words of a message.
-        quorum: the least number of messages that count in a round.
-        grace: seconds after an island's own message, after which it waits no longer for those that
-            were in time in the last round.
-        allowed: names of the islands that may take part, or None for all.
+    `settings` is a digest that all members share, see `records.Record`. `words` is the number of
+    words of a message, and `allowed` has the names of the islands that may take part, or None.
 
     Attributes:
         life: the word of this island's life, see `begin_life`. Later lives have greater words.
@@ -88,33 +71,31 @@ class Rounds:
         self.store, self.name, self.life = store, name, ""
         self.settings, self.words = settings, words
         self.quorum, self.grace, self._allowed = quorum, grace, allowed
-        self._good: dict[str, _Read] = {}  # by key, of the round that is awaited
+        self._good: dict[str, Read] = {}  # by key, of the round that is awaited
         # How often one was looked at that is not good, and why it is not.
         self._bad: dict[str, tuple[int, str]] = {}
         # Of a round: who was in time in the last one, and who of the others has another chance.
         self._expected: tuple[int, set[str], set[str]] = (-1, set(), set())
         # In how many rounds members were late, since they were last in time.
-        self._late: dict[str, int] = {}
+        self._late: collections.Counter[str] = collections.Counter()
         self._decisions: dict[int, Decision] = {}  # the last ones that were read, by round
         self.is_listed = False
         self.lacks: str | None = None
 
-    def begin_life(self) -> None:
+    def begin_life(self) -> str:
         """Takes the next number among this island's lives, so that later lives are known as such.
 
         Clocks don't tell: that of a machine that took over may be behind.
-
-        Raises:
-            UnreachableError: the store does not show what it was given. Try again.
         """
         word = secrets.token_hex(4)
-        listed = (pair for pair in _pairs(self.store, "lives") if pair[0] == self.name)
+        listed = (pair for pair in _list_pairs(self.store, "lives") if pair[0] == self.name)
         number = max((int(n) + 1 for _, n in listed if _ROUND.fullmatch(n)), default=0)
         key = f"lives/{self.name}.{number:08d}"
         self.store.create(key, word.encode())
         if self.store.get(key) != word.encode():  # another one was faster, or the list is old
             raise not_shown(self.store, f"the object {key} that it was given")
         self.life = f"{number:08d}-{word}"
+        return self.life
 
     def post(
         self,
@@ -129,22 +110,21 @@ class Rounds:
         """Sends this island's message. A second time it changes nothing."""
         message = Message(round, self.settings, self.name, self.life, weight, digest, late, loss)
         data = message.to_bytes(np.ascontiguousarray(words, "<u4").tobytes())
-        key = self._message_key(round, self.name, self.life)
+        key = _message_key(round, self.name, self.life)
         if self.store.create(key, data):
             # What others read is what the store has taken, so it need not be read again.
-            self._good[key] = self._checked(data, round, self.name, self.life)
+            self._good[key] = self._check(data, round, self.name, self.life)
 
     def decided(self, round: int) -> Decision | None:
         """The decision of a round, or None as long as there is none.
 
         Raises:
-            UnreachableError: it can't be read. Or there is none, although this island has seen one
-                of this round or a later one. In a round that is over it would post, and decide, a
-                second time.
+            UnreachableError: it can't be read. Or this island has seen one of this round or a later
+                one, and would decide a second time.
         """
         if (known := self._decisions.get(round)) is not None:
             return known  # it never changes
-        decision = self._decision(round)
+        decision = self._read_decision(round)
         newest = max(self._decisions, default=-1)
         if decision is None and round <= newest:
             was_there = f"although that of round {newest} was there"
@@ -154,7 +134,7 @@ class Rounds:
             self._decisions[round] = decision
         return decision
 
-    def _decision(self, round: int) -> Decision | None:
+    def _read_decision(self, round: int) -> Decision | None:
         """What the store shows now."""
         data = self.store.get(decision_key(round))
         if data is None:
@@ -172,13 +152,12 @@ class Rounds:
         return decision
 
     def _see_before(self, round: int) -> None:
-        """Sees that the store is the run's, and has what a decision of this round follows.
+        """Raises UnreachableError unless the store has what a decision of this round follows.
 
-        Raises:
-            UnreachableError: it is not, or has not. Then what was read of this round is forgotten.
+        Then what was read of this round is forgotten.
         """
         known = self._decisions.pop(round, None)
-        before = self._decision(round - 1) if round else None
+        before = self._read_decision(round - 1) if round else None
         if not round and not self.snapshots():
             raise not_shown(self.store, "any snapshot of its run")
         if round and (before is None or self._decisions.get(round - 1, before) != before):
@@ -193,11 +172,8 @@ class Rounds:
     def advance(self, round: int, waited: float, took: float = math.inf) -> Decision | None:
         """The decision of a round, which this island makes if it is time. Else None.
 
-        Args:
-            round: the round, in which this island has posted.
-            waited: seconds since then, by its own clock.
-            took: seconds that its steps of a round take. It waits no longer for those that have
-                another chance: they take twice as long, or more.
+        It has posted, and `waited` for so many seconds. It waits no longer than its steps of a
+        round `took` for those that have another chance: they take twice as long, or more.
 
         Raises:
             UnreachableError: it has made one, and the store shows none, or not the one before. Or a
@@ -213,7 +189,7 @@ class Rounds:
         found = self._posted(round)
         if self._expected[0] != round:
             last = self.decided(round - 1) if round else None
-            self._expected = round, *((set(), set()) if last is None else self._awaited(last))
+            self._expected = round, *((set(), set()) if last is None else self._await(last))
         _, in_time, chances = self._expected
         here = {each.message.name for each in found}
         has_waited = chances <= here or waited >= took
@@ -229,11 +205,7 @@ class Rounds:
         decision = Decision(
             round,
             self.settings,
-            tuple(
-                Member(m.name, m.life, m.weight, m.late, m.loss, each.checksum)
-                for each in found
-                for m in [each.message]
-            ),
+            tuple(Member(m.name, m.life, m.weight, m.late, m.loss, s) for m, _, s in found),
             max(sorted(digests), key=digests.__getitem__),
             self.name,
             max(waited, 0.0),
@@ -246,11 +218,7 @@ class Rounds:
         return stands
 
     def _tell_lack(self, round: int, here: set[str]) -> None:
-        """Says what a quorum lacks after the grace.
-
-        Raises:
-            UnreachableError: it lacks what is there, but can't be read.
-        """
+        """Says what a quorum lacks after the grace. Raises if that is there, but can't be read."""
         names = {key.rpartition("/")[2].split(".")[0] for key in self._bad}
         if self.is_listed and len(here | names) >= self.quorum:
             keys = ", ".join(f"{key} ({why})" for key, (_, why) in self._bad.items())
@@ -263,22 +231,19 @@ class Rounds:
             f"waits for others: quorum={self.quorum}"
         )
 
-    def _awaited(self, last: Decision) -> tuple[set[str], set[str]]:
-        """Whom to wait for after a decision, once it has counted who was late in it.
+    def _await(self, last: Decision) -> tuple[set[str], set[str]]:
+        """Whom to wait for after a decision: those that were in time, and some that were late.
 
-        Those that were in time, and some of the others. One that was late may be slow, and waiting
-        for it would make all others slow, too. Or it was held up once. Then it starts its steps
-        with the others now, but who decides is a little ahead, so that it would be late by as
-        little in each second round, for ever. So it gets another chance, and after that fewer and
-        fewer: a slow one costs next to nothing in the end. Nobody: if none was in time, no one
+        To wait for one that is slow makes all others slow, too. But one that was held up once
+        starts its steps a little behind who decides, and would be late in each second round for
+        ever. So it gets another chance, and after that fewer and fewer. If none was in time, nobody
         knows who will come.
         """
         in_time = {member.name for member in last.members if not member.late}
         late = {member.name for member in last.members} - in_time
         for name in in_time:
             self._late.pop(name, None)
-        for name in late:
-            self._late[name] = self._late.get(name, 0) + 1
+        self._late.update(late)
         return in_time, {name for name in late if _is_power_of_four(self._late[name])}
 
     def read(self, decision: Decision) -> list[np.ndarray]:
@@ -289,7 +254,7 @@ class Rounds:
         """
         found = []
         for member in decision.members:
-            key = self._message_key(decision.round, member.name, member.life)
+            key = _message_key(decision.round, member.name, member.life)
             good = self._good.get(key)
             if good is None or good.checksum != member.checksum:
                 data = self.store.get(key)
@@ -300,7 +265,7 @@ class Rounds:
                     )
                 try:
                     # Kept until all are there, because the store may fail at the next one.
-                    good = self._checked(data, decision.round, member.name, member.life)
+                    good = self._check(data, decision.round, member.name, member.life)
                     self._good[key] = good
                 except BrokenError as error:
                     raise GoneError(f"the message {key} can't be read: {error}") from None
@@ -312,7 +277,7 @@ class Rounds:
 
     def snapshots(self) -> list[int]:
         """The rounds that have a snapshot, ascending."""
-        return rounds_in(self.store, "snapshots")
+        return list_rounds(self.store, "snapshots")
 
     def snapshot(self, round: int) -> bytes | None:
         """The snapshot of a round."""
@@ -339,12 +304,12 @@ class Rounds:
             self.store.delete(keys)
         self.store.delete([_snapshot_key(each) for each in old])
 
-    def _posted(self, round: int) -> list[_Read]:
+    def _posted(self, round: int) -> list[Read]:
         """The good messages of a round, one for each island, by name."""
-        by_name, there = {}, posted(self.store, round)
+        by_name, there = {}, list_posted(self.store, round)
         self.is_listed = (self.name, self.life) in there
         for name, life in there:  # of two lives, the later one
-            key = self._message_key(round, name, life)
+            key = _message_key(round, name, life)
             if key not in self._good:
                 self._look_at(key, round, name, life)
             if key in self._good:
@@ -365,7 +330,7 @@ class Rounds:
             self._bad[key] = 0, "it is listed, and not there"
             return
         try:
-            self._good[key] = self._checked(data, round, name, life)
+            self._good[key] = self._check(data, round, name, life)
             self._bad.pop(key, None)
         except BrokenError as error:
             self._bad[key] = looks + 1, str(error)
@@ -374,28 +339,24 @@ class Rounds:
         if self._allowed is not None and name not in self._allowed:
             raise BrokenError(f"{name!r} is none of members={sorted(self._allowed)}")
 
-    def _checked(self, data: bytes, round: int, name: str, life: str) -> _Read:
+    def _check(self, data: bytes, round: int, name: str, life: str) -> Read:
         self._check_name(name)
         message, body = Message.from_bytes(data, round, self.settings)
         if (message.name, message.life) != (name, life):
             raise BrokenError(f"it says that it is {message.name}.{message.life}")
-        return _Read(message, words_of(body, self.words), checksum(data))
-
-    @staticmethod
-    def _message_key(round: int, name: str, life: str) -> str:
-        return f"{_folder(round)}/{name}.{life}"
+        return Read(message, words_of(body, self.words), checksum(data))
 
 
 def _is_power_of_four(n: int) -> bool:
     return n & (n - 1) == 0 and n.bit_length() % 2 == 1
 
 
-def posted(store: Objects, round: int) -> list[tuple[str, str]]:
+def list_posted(store: Objects, round: int) -> list[tuple[str, str]]:
     """Names and lives of the messages of a round, sorted. Other objects are not ours."""
-    return _pairs(store, _folder(round))
+    return _list_pairs(store, _folder(round))
 
 
-def _pairs(store: Objects, folder: str) -> list[tuple[str, str]]:
+def _list_pairs(store: Objects, folder: str) -> list[tuple[str, str]]:
     """The two parts of names in a folder, sorted."""
     pairs = [key.split(".") for key in sorted(store.names(folder))]
     return [
@@ -405,8 +366,17 @@ def _pairs(store: Objects, folder: str) -> list[tuple[str, str]]:
     ]
 
 
+def list_rounds(store: Objects, folder: str) -> list[int]:
+    """The rounds that have an object in a folder, ascending."""
+    return sorted(int(name) for name in store.names(folder) if _ROUND.fullmatch(name))
+
+
 def _folder(round: int) -> str:
     return f"messages/{round:08d}"
+
+
+def _message_key(round: int, name: str, life: str) -> str:
+    return f"{_folder(round)}/{name}.{life}"
 
 
 def decision_key(round: int) -> str:
@@ -416,8 +386,3 @@ def decision_key(round: int) -> str:
 
 def _snapshot_key(round: int) -> str:
     return f"snapshots/{round:08d}"
-
-
-def rounds_in(store: Objects, folder: str) -> list[int]:
-    """The rounds that have an object in a folder, ascending."""
-    return sorted(int(name) for name in store.names(folder) if _ROUND.fullmatch(name))

@@ -1,0 +1,168 @@
+"""Several processes of one island: the first one talks to the store, and all others follow it.
+
+What an island does depends on the store's answers and on a clock. `lead` asks in the first process
+alone, and tells the others what it found, or which error was raised. All else is computed, and
+alike in all processes. Bytes that were read go to the others by the devices' own network
+(`spread`), and not once more over the slow link.
+
+Collectives must start in the same order in all processes. So all that is here, and all compiled
+programs, run in main threads. A thread of the first process may talk to the store meanwhile. It may
+wait for other islands for hours, which would end a collective. So words go through the key-value
+store of `jax.distributed`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import msgspec
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsparse.islands.protocol import GoneError
+from jaxsparse.islands.records import Decision
+from jaxsparse.islands.store import UnreachableError
+from jaxsparse.processes.group import Group, whole_group
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_BLOCK = 2**26  # bytes that travel at once, so that devices need little room for them
+# Errors that are raised alike in all processes. Others are RuntimeErrors where they are only told.
+_ERRORS = {
+    each.__name__: each for each in (UnreachableError, GoneError, PermissionError, ValueError)
+}
+
+_Plain = Decision | str | bool | int | float | None
+
+
+class _Told(msgspec.Struct):
+    """What a function returned or raised in the first process."""
+
+    found: _Plain | list[_Plain] = None
+    error: str = ""
+    text: str = ""
+
+
+def is_first() -> bool:
+    """Whether this process talks to the store."""
+    return jax.process_index() == 0
+
+
+def lead(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """What a function returns or raises in the first process, in all of them, in the same order.
+
+    That is a `Decision`, a number, a text, None, or a list of such. (Tuples become lists.)
+    """
+    if jax.process_count() == 1:
+        return function(*args, **named)
+    group = _group()
+    if not is_first():
+        return _hear(msgspec.json.decode(group.announce(None), type=_Told))
+    try:
+        found = function(*args, **named)
+    except BaseException as error:
+        _tell(group, _Told(error=type(error).__name__, text=str(error)))
+        raise
+    _tell(group, _Told(found))  # type: ignore[arg-type]
+    return found
+
+
+def _tell(group: Group, told: _Told) -> None:
+    group.announce(msgspec.json.encode(told).decode())
+
+
+def _hear(told: _Told) -> Any:
+    if not told.error:
+        return told.found
+    kind = _ERRORS.get(told.error)
+    error = kind(told.text) if kind else RuntimeError(f"{told.error}: {told.text}")
+    error.add_note("It was raised in process 0 of this island, which talks to the store")
+    raise error
+
+
+def spread(arrays: Sequence[np.ndarray], like: Sequence[Any]) -> Iterator[np.ndarray]:
+    """The arrays of the first process, in all of them, one by one.
+
+    Those of others don't matter. All processes have arrays `like` these in shape and dtype.
+    """
+    if jax.process_count() == 1:
+        yield from arrays
+        return
+    for i, x in enumerate(like):
+        size = x.size * x.dtype.itemsize
+        if is_first():
+            data = np.ascontiguousarray(arrays[i]).reshape(-1).view(np.uint8)
+        else:
+            data = np.empty(size, np.uint8)
+        for start in range(0, size, _BLOCK):
+            part = data[start : start + _BLOCK]
+            # Powers of two, so that few programs are compiled.
+            block = np.zeros(1 << (part.size - 1).bit_length(), np.uint8)
+            block[: part.size] = part
+            heard = multihost_utils.broadcast_one_to_all(block)
+            if not is_first():
+                part[:] = heard[: part.size]
+        yield data.view(x.dtype).reshape(x.shape)
+
+
+def gather(x: Any) -> np.ndarray:
+    """An array that may be spread over the devices of several processes, in each of them."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def check_alike(settings: Any, params: Any) -> None:
+    """Raises unless the processes of this island begin alike, on parameters spread over all.
+
+    RuntimeError: one does not come within the limit of `jaxsparse.fail_at_once`. ValueError: they
+    differ in settings, which are of JSON's types, or parameters are those of single processes.
+    """
+    if jax.process_count() == 1:
+        return
+    group = _group()
+    topic = group.topic()
+    group.put(topic, msgspec.json.encode([_misplaced(params), settings], enc_hook=str).decode())
+    notes = group.get(topic, group.members)
+    missing = [str(i) for i, note in enumerate(notes) if note is None]
+    if missing:
+        raise RuntimeError(
+            f"process {', '.join(missing)} of this island did not join within {group.limit:g} s: "
+            "all of its processes call join, and then the same steps in the same order"
+        )
+    said = [msgspec.json.decode(note) for note in notes if note is not None]
+    for i, (error, theirs) in enumerate(said):
+        if error:
+            raise ValueError(error)
+        for key, value in said[0][1].items():
+            if theirs[key] != value:
+                raise ValueError(
+                    f"process {i} of this island has {key}={theirs[key]!r}, and process 0 has "
+                    f"{value!r}: start all processes of an island alike"
+                )
+
+
+def _misplaced(params: Any) -> str:
+    """What is wrong with the devices of parameters, or nothing."""
+    everywhere = set(range(jax.process_count()))
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        devices = x.sharding.device_set if isinstance(x, jax.Array) else ()
+        there = {device.process_index for device in devices}  # type: ignore[attr-defined]
+        if there != everywhere:
+            return (
+                f"parameters{jax.tree_util.keystr(path)} are on devices of {len(there)} of this "
+                f"island's {len(everywhere)} processes: make them on a mesh of all, as by "
+                "jax.make_array_from_callback, or by jax.jit with out_shardings"
+            )
+    return ""
+
+
+def _group() -> Group:
+    group = whole_group()
+    if group is None:
+        raise ValueError(
+            f"this island has {jax.process_count()} processes, which can't leave notes: start them "
+            "by jax.distributed.initialize()"
+        )
+    return group

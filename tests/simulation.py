@@ -1,0 +1,334 @@
+"""Islands in one process, in virtual time: what failures cost, without machines that fail.
+
+Parameters, messages and decisions are real, and so is all of the code of a round. Seconds are not:
+steps take as long as they are said to take, and links too. Hours of a run take seconds, and a
+script of failures gives the same history each time.
+"""
+
+import collections
+import contextlib
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import optax
+
+from jaxsparse.islands.arithmetic import Arithmetic
+from jaxsparse.islands.member import Exchange, IslandState, Member, Report
+from jaxsparse.islands.protocol import decision_key, list_rounds
+from jaxsparse.islands.records import Decision
+from jaxsparse.islands.store import UnreachableError
+from jaxsparse.outer.local_steps import params_of
+from jaxsparse.outer.worker import Step
+
+Beside = Callable[[Callable[[], None]], None]
+
+
+class Event(NamedTuple):
+    """Something that happens to an island, or to its way to the store.
+
+    "kill" ends its process, and "start" has it join. "stop" suspends it until "go". "cut" keeps it
+    from the store until "mend".
+    """
+
+    seconds: float
+    island: str
+    what: Literal["kill", "start", "stop", "go", "cut", "mend"]
+
+
+class Told(NamedTuple):
+    """What became of an island.
+
+    Attributes:
+        state: its last state, or None if it is dead.
+        steps: the steps that it made, in all of its lives.
+        counted: those of them that are in the global parameters.
+        waited: seconds in which it waited for an exchange.
+        rounds: reports of its rounds.
+        requests: how often it asked the store, by operation and kind of object, such as
+            ("get", "messages").
+        bytes: bytes of objects that it read or wrote, in the same way. Lists have none.
+    """
+
+    state: IslandState | None
+    steps: int
+    counted: int
+    waited: float
+    rounds: tuple[Report, ...]
+    requests: Mapping[tuple[str, str], int]
+    bytes: Mapping[tuple[str, str], int]
+
+
+class VirtualStore:
+    """Messages are seen some time after they were sent, and all other objects at once."""
+
+    def __init__(self, latency: float, bandwidth: float, now: Callable[[], float]) -> None:
+        self._latency, self._bandwidth, self._now = latency, bandwidth, now
+        # By folder, so that a list takes no longer in a longer run.
+        self._folders: dict[str, dict[str, tuple[float, bytes]]] = {}
+
+    def create(self, key: str, data: bytes) -> bool:
+        objects, name = self._place(key)
+        if name in objects:
+            return False
+        delay = self._latency + len(data) / self._bandwidth if key.startswith("messages/") else 0.0
+        objects[name] = self._now() + delay, data
+        return True
+
+    def get(self, key: str) -> bytes | None:
+        objects, name = self._place(key)
+        seen_at, data = objects.get(name, (math.inf, b""))
+        return data if seen_at <= self._now() else None
+
+    def names(self, folder: str) -> list[str]:
+        now, objects = self._now(), self._folders.get(folder, {})
+        return sorted(name for name, (seen_at, _) in objects.items() if seen_at <= now)
+
+    def delete(self, keys: list[str]) -> None:
+        for key in keys:
+            objects, name = self._place(key)
+            objects.pop(name, None)
+
+    def _place(self, key: str) -> tuple[dict[str, tuple[float, bytes]], str]:
+        folder, _, name = key.rpartition("/")
+        return self._folders.setdefault(folder, {}), name
+
+
+class _Link:
+    """An island's way to the store, and what goes that way: see `Told`."""
+
+    def __init__(self, store: VirtualStore, name: str) -> None:
+        self._store, self._name, self.is_cut = store, name, False
+        self.requests: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.bytes: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    def create(self, key: str, data: bytes) -> bool:
+        self._count("create", key, len(data))
+        return self._store.create(key, data)
+
+    def get(self, key: str) -> bytes | None:
+        found = self._store.get(key)
+        self._count("get", key, len(found or b""))
+        return found
+
+    def names(self, folder: str) -> list[str]:
+        self._count("names", folder)
+        return self._store.names(folder)
+
+    def delete(self, keys: list[str]) -> None:
+        self._count("delete", keys[0] if keys else "")  # all of them in one request
+        self._store.delete(keys)
+
+    def _count(self, operation: str, key: str, bytes: int = 0) -> None:
+        if self.is_cut:
+            raise UnreachableError(f"{self._name} is cut off")
+        kind = operation, key.partition("/")[0]
+        self.requests[kind] += 1
+        self.bytes[kind] += bytes
+
+
+class _Island:
+    """An island, dead or alive.
+
+    Args:
+        make: makes its member. It is given what writes snapshots beside training.
+        first: the training state from which it starts.
+    """
+
+    def __init__(self, make: Callable[[Beside], Member], first: Any) -> None:
+        self._make, self._first = make, first
+        self._member: Member | None = None
+        self._exchange: Exchange | None = None
+        self._writing: Callable[[], None] | None = None  # of a snapshot that is not there yet
+        self._reports: list[Report] = []  # of former lives
+        # Steps that no message that counted has, and how many of them the present message has.
+        self._owed = self._sent = 0
+        # Messages that it did not see counted when it died: life, first possible round, steps.
+        self.left: list[tuple[str, int, int]] = []
+        self.state: IslandState | None = None
+        self.steps = self.counted = 0
+        self.waited = 0.0
+        self.is_stopped = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self._member is not None
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """Of all its lives."""
+        return (*self._reports, *(self._member.reports if self._member else ()))
+
+    def start(self) -> None:
+        self._member, self.is_stopped = self._make(self._write), False
+
+    def kill(self) -> None:
+        if self._member is not None and self._exchange is not None:
+            if self._exchange.counted:
+                self.counted += self._sent
+            else:
+                self.left.append((self._member.life, self._exchange.round, self._sent))
+        self._reports = list(self.reports)
+        self._member = self.state = self._exchange = self._writing = None
+        self._owed = 0
+
+    def act(
+        self, step: Step, batch: Callable[[int], Any], every: int, overlap: int
+    ) -> Literal["step", "wait", "begin"]:
+        """Does what is next."""
+        assert self._member is not None
+        if self._writing is not None:
+            self._write(self._writing)
+        try:
+            if self.state is None:
+                self.state = self._member.join(self._first)
+            is_due = self.state.steps >= overlap
+            if self._exchange is not None:
+                is_done = self._exchange.is_done or self._exchange.advance()
+                if is_due and not is_done:
+                    return "wait"
+                if is_due:
+                    self._finish(self._member, self.state, self._exchange)
+        except UnreachableError:
+            if self.state is None or self.state.steps >= overlap:
+                return "wait"
+        if self._exchange is None and self.state.steps >= every:
+            self.state, self._exchange = self._member.begin(self.state)
+            self._sent = self._owed
+            return "begin"
+        worker, _ = step(self.state.worker, batch(self.steps))
+        self.state = self.state._replace(worker=worker, steps=self.state.steps + 1)
+        self.steps, self._owed = self.steps + 1, self._owed + 1
+        return "step"
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Writes a snapshot. It tries again later, and lets nobody wait for that, as `Writer`."""
+        self._writing = self._writing or write
+        with contextlib.suppress(UnreachableError):
+            self._writing()
+            self._writing = None
+
+    def _finish(self, member: Member, state: IslandState, exchange: Exchange) -> None:
+        if exchange.counted:
+            self.counted, self._owed = self.counted + self._sent, self._owed - self._sent
+        self.state, self._exchange = member.finish(state, exchange), None
+
+
+def simulate(
+    step: Step,
+    outer: optax.GradientTransformation | None,
+    state: Any,
+    batches: Mapping[str, Callable[[int], Any]],
+    *,
+    seconds: float,
+    step_seconds: Mapping[str, float] | float,
+    every: int,
+    events: Iterable[Event] = (),
+    quorum: int = 1,
+    grace: float = 60.0,
+    overlap: int = 0,
+    snapshots: int = 10,
+    poll: float = 0.2,
+    latency: float = 0.0,
+    bandwidth: float = math.inf,
+    start_seconds: float = 0.0,
+    arithmetic: Arithmetic | None = None,
+) -> dict[str, Told]:
+    """Trains on islands for some virtual seconds, and tells what became of each, by name.
+
+    Args:
+        step: as the other settings of these names, see `Islands`.
+        outer: see `Islands`.
+        state: the training state from which islands start.
+        batches: for each island its batch of a step: `batches[name](t)`, with t the number of steps
+            that it has made.
+        seconds: when the simulation ends.
+        step_seconds: seconds of a step, for all islands or by name.
+        every: see `Islands`.
+        events: what happens to islands. They start at 0, unless "start" is what happens to them
+            first. One that is killed keeps nothing.
+        quorum: see `Islands`.
+        grace: see `Islands`.
+        overlap: see `Islands`.
+        snapshots: see `Islands`.
+        poll: see `Islands`.
+        latency: seconds until a message of no bytes is seen.
+        bandwidth: bytes of messages a second from an island to the store. Reading takes no time.
+        start_seconds: seconds from an island's start to its first step.
+        arithmetic: programs of `outer` that several simulations share.
+    """
+    if not isinstance(step_seconds, Mapping):
+        step_seconds = dict.fromkeys(batches, step_seconds)
+    now = 0.0
+    store = VirtualStore(latency, bandwidth, lambda: now)
+    programs = arithmetic or Arithmetic(outer, params_of)
+    links = {name: _Link(store, name) for name in batches}
+    settings: Any = {"quorum": quorum, "grace": grace, "snapshots": snapshots}
+
+    def member(name: str, beside: Beside) -> Member:
+        return Member(programs, links[name], name, clock=lambda: now, beside=beside, **settings)
+
+    islands = {name: _Island(functools.partial(member, name), state) for name in batches}
+    turns = dict.fromkeys(batches, 0)  # the number of each one's next action; others are off
+    numbers = itertools.count()  # of things at one time, the first that was planned comes first
+    queue: list[tuple[float, int, str, Event | int]] = []
+
+    def plan(seconds: float, name: str, event: Event | None = None) -> None:
+        """An event, or the next action of an island in place of the one that was planned."""
+        if event is None:
+            turns[name] += 1
+        heapq.heappush(queue, (seconds, next(numbers), name, event or turns[name]))
+
+    events = sorted(events)
+    first = {event.island: event.what for event in reversed(events)}
+    for name in batches:
+        if first.get(name) != "start":
+            plan(0.0, name, Event(0.0, name, "start"))
+    for event in events:
+        plan(event.seconds, event.island, event)
+    takes = lambda name: {"step": step_seconds[name], "wait": poll, "begin": 0.0}
+    while queue and queue[0][0] <= seconds:
+        now, _, name, next_ = heapq.heappop(queue)
+        one = islands[name]
+        match next_:
+            case Event(what="start"):
+                if not one.is_alive:
+                    one.start()
+                    plan(now + start_seconds, name)
+            case Event(what="kill"):
+                one.kill()
+            case Event(what="stop"):
+                one.is_stopped = True
+            case Event(what="go"):
+                if one.is_stopped:
+                    one.is_stopped = False
+                    plan(now, name)
+            case Event():
+                links[name].is_cut = next_.what == "cut"
+            case int() if next_ == turns[name] and one.is_alive and not one.is_stopped:
+                did = one.act(step, batches[name], every, overlap)
+                one.waited += poll if did == "wait" else 0.0
+                plan(now + takes(name)[did], name)
+    decisions = [
+        Decision.from_bytes(store.get(decision_key(round)) or b"", round)[0]
+        for round in list_rounds(store, "decisions")
+    ]
+    for name, one in islands.items():
+        for life, round, steps in one.left:
+            if any(d.round >= round and d.lives.get(name) == life for d in decisions):
+                one.counted += steps
+    return {
+        name: Told(
+            one.state,
+            one.steps,
+            one.counted,
+            one.waited,
+            one.reports,
+            links[name].requests,
+            links[name].bytes,
+        )
+        for name, one in islands.items()
+    }
