@@ -53,7 +53,7 @@ import proxy
 import synchronous
 
 from jaxsparse.islands import Store
-from jaxsparse.islands.protocol import decision_key, list_rounds
+from jaxsparse.islands.protocol import decision_key, list_posted, list_rounds
 from jaxsparse.islands.records import Decision
 from jaxsparse.planner.units import bytes_per_second
 
