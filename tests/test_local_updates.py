@@ -31,50 +31,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_results_of_several_runs_are_shown_together(folder):
-    flags = ["--figure", "curves.png", "--time-to", 9, 1]
-    shown = run("--show", "a.json", "b.json", *flags, cwd=folder)
-    for name in METHODS:
-        assert shown.count(f"\n{name} ") == 2  # in both tables
-    assert (folder / "curves.png").stat().st_size > 10_000
-
-
-def test_seconds_with_measured_exchanges(folder):
-    measured = {"system": "dense", "rate": "10mbit", "seconds": 3.0, "computing_seconds": 1.0}
-    rows = {"rows": [{**measured, "received_bytes": 1000.0}]}
-    (folder / "measured.json").write_text(json.dumps(rows))
-    flags = ["--measured", "measured.json", "--step-seconds", 0.5, "--time-to", 9]
-    shown = run("--show", "a.json", *flags, "--methods", "dense", cwd=folder)
-    received = json.loads((folder / "a.json").read_text())["methods"]["dense"][
-        "received_bytes_a_step"
-    ]
-    part = shown.partition("Exchanges as measured at 10mbit, 0.5 s a step:")[2]
-    assert part[part.index("\ndense") :].split()[1] == f"{6 * (1.5 + received * 2 / 1000):.0f}"
-
-
-def test_seconds_over_a_link_are_those_of_the_bytes_received(folder):
-    links = ["--link", "1kbit", "1Mbit", "--step-seconds", 0.5, "--time-to", 9]
-    shown = run("--show", "a.json", *links, cwd=folder)
-    dense = json.loads((folder / "a.json").read_text())["methods"]["dense"]
-    for text, bandwidth in (("1kbit", 125), ("1Mbit", 125_000)):
-        seconds = 0.5 + dense["received_bytes_a_step"] / bandwidth
-        part = shown.partition(f"Over {text}, 0.5 s")[2]
-        row = part[part.index("\ndense") :].split()
-        assert row[1:3] == [f"{6 * seconds:.0f}", "(6)"]  # --eval-every
-        assert row[3] == f"{12 * seconds:.0f}"
-
-
-def test_the_rate_that_ends_lowest_is_taken(folder):
-    rates = ["--lr", 1e-9, 0.02, "--outer-lr", 0.5, 1, "--tune-steps", 12]
-    methods = ["--methods", "dense", "mean H=10", "--json", "tuned.json"]
-    run(*TINY, "--steps", 6, *rates, *methods, cwd=folder)
-    found = json.loads((folder / "tuned.json").read_text())["methods"]
-    assert found["dense"]["rates"] == "0.02"
-    assert set(found["dense"]["tried"]) == {"1e-09", "0.02"}
-    assert len(found["mean H=10"]["tried"]) == 4
-    assert found["mean H=10"]["rates"].startswith("0.02, outer")
-
-
 @pytest.mark.parametrize("name", some(METHODS, METHODS[1:], slow=()))
 def test_two_processes_train_as_two_simulated_workers_do(folder, name):
     flags = [*TINY, "--steps", 12, "--json", folder / "two.json", "--methods", name]

@@ -19,7 +19,6 @@ from jaxsparse import Link
 FOLDER = running.ROOT / "examples" / "sparse_linear"
 FEATURES = 400
 OTHER_WORKERS = dict.fromkeys((1, 2, 5, 8), pytest.mark.thorough)
-HASHES = {"imp": 85355, "mpo": 33886, "poi": 204758, "oim": 169988}
 
 
 @pytest.fixture(scope="module")
@@ -154,122 +153,6 @@ def test_auto_is_the_simplest_of_the_fastest(example):
     assert fastest(1.0, 1e15) == "all_gather"
     # Where messages take no time, bytes decide: 2 * 2 * 30 words, or 2 * (2 * (15 + 40) + 1).
     assert fastest(1e-12, 1e6) == "all_gather"
-
-
-@pytest.mark.parametrize("workers", [1, 3, 8])
-def test_batches_hold_the_chosen_rows(example, workers):
-    task = task_of(example, "svm", 3, workers)
-    rows, room = task.dataset.train, task.batches.room
-    fullest = 0
-    for batch, chosen in zip(task.batches, chosen_rows(workers), strict=True):
-        touched = batch.touched.reshape(workers, room.features)
-        for w in range(workers):
-            own = slice(3 * w, 3 * w + 3)
-            dense = np.zeros((3, FEATURES + 1))
-            columns = touched[w][batch.positions[own]]
-            np.add.at(dense, (np.arange(3)[:, None], columns), batch.values[own])
-            np.testing.assert_array_equal(dense[:, :-1], rows.features[chosen[w]].toarray())
-            np.testing.assert_array_equal(batch.labels[own], rows.labels[chosen[w]])
-            present = touched[w][touched[w] < FEATURES]
-            assert len(set(present)) == len(present)
-            fullest = max(fullest, len(present))
-    assert fullest == room.features
-
-
-def test_trigrams_have_the_same_features_everywhere(example):
-    found = example.data.hashed_trigrams("impoimp", 2**18)
-    assert found == {HASHES["imp"]: 2, HASHES["mpo"]: 1, HASHES["poi"]: 1, HASHES["oim"]: 1}
-    assert sum(example.data.hashed_trigrams("abcdefgh" * 9, 4).values()) == 70  # collisions add up
-    assert not example.data.hashed_trigrams("ab", 4)
-
-
-def test_test_chunks_come_from_other_files(example):
-    data = example.data
-    files = data.python_files("email")
-    assert len(files) > 5
-    assert not any("test" in part for f in files for part in f.relative_to(data.STDLIB).parts)
-    train, test = data.split_files(files)
-    assert sorted(train + test) == sorted(files)
-    assert len(test) >= len(files) // 4
-    assert data.split_files(files[::-1]) == (train, test)
-    assert all(chunk.count("\n") < data.CHUNK_LINES for chunk in data.chunks(files[-1]))
-    joined = "\n".join(data.chunks(files[-1]))
-    left = "".join(files[-1].read_text("utf-8").split()).removeprefix("".join(joined.split()))
-    assert len(left) <= 2  # a last chunk without a trigram
-
-
-@pytest.mark.parametrize(("last", "kept"), [(")", 1), ("})", 1), ("[])", 2), ("a\nb", 2)])
-def test_a_last_chunk_without_features_is_left_out(example, tmp_path, last, kept):
-    path = tmp_path / "source.py"
-    path.write_text("x = 1\n" * example.data.CHUNK_LINES + f"\n  {last}\n")
-    assert len(example.data.chunks(path)) == kept
-
-
-def test_no_test_row_is_a_training_row(example, small):
-    def rows(part):
-        matrix = part.features
-        return {
-            tuple(sorted(zip(row.indices.tolist(), row.data.tolist())))
-            for row in (matrix[i] for i in range(matrix.shape[0]))
-        }
-
-    assert small.classes == example.data.SMALL_PACKAGES
-    for part in (small.train, small.test):
-        assert set(part.labels) == {0, 1, 2}
-        norms = np.sqrt(part.features.multiply(part.features).sum(axis=1))
-        np.testing.assert_allclose(norms, 1, rtol=1e-5)
-    assert not rows(small.train) & rows(small.test)
-    guess = np.bincount(small.train.labels).argmax()
-    assert small.majority == np.mean(small.test.labels == guess)
-
-
-def test_text_that_files_share_is_not_tested_on(example, tmp_path, monkeypatch):
-    monkeypatch.setattr(example.data, "STDLIB", tmp_path)
-    licence = "".join(f"# terms, part {i}\n\n" for i in range(example.data.CHUNK_LINES))
-    for package in ("one", "two"):
-        (tmp_path / package / "tests").mkdir(parents=True)
-        for i in range(4):
-            text = f"{licence}{package}{i} =\t1\n"
-            (tmp_path / package / f"file{i}.py").write_text(text)
-            (tmp_path / package / "tests" / f"check{i}.py").write_text(text)
-    dataset = example.data.source_chunks(2**10, ("one", "two"))
-    assert np.bincount(dataset.train.labels).tolist() == [2 * 3, 2 * 3]
-    assert np.bincount(dataset.test.labels).tolist() == [1, 1]
-
-
-def test_missing_packages_are_left_out(example):
-    dataset = example.data.source_chunks(2**10, ("http", "nowhere", "wsgiref"))
-    assert dataset.classes == ("http", "wsgiref")
-    with pytest.raises(ValueError, match=r"source of \['http'\] only: give --libsvm"):
-        example.data.source_chunks(2**10, ("http", "nowhere"))
-
-
-def write_libsvm(path, rows=50):
-    rng = np.random.default_rng(0)
-    lines, vectors = [], []
-    for i in range(rows):
-        columns = np.sort(rng.choice(np.arange(1, 40), size=1 + i % 6, replace=False))
-        values = rng.integers(1, 9, len(columns))
-        lines.append(f"{-1 if i % 5 else 1} " + " ".join(map("{}:{}".format, columns, values)))
-        vectors.append((i % 5 == 0, dict(zip(columns - 1, values / np.linalg.norm(values)))))
-    path.write_text("\n".join(lines) + "\n")
-    return vectors
-
-
-def test_libsvm_files_are_read(example, tmp_path):
-    vectors = write_libsvm(tmp_path / "url")
-    dataset = example.data.libsvm(tmp_path / "url")
-    assert dataset.classes == ("-1", "1")
-    assert dataset.train.features.shape[0] == 40
-    assert dataset.test.labels.sum() == 2  # a fifth of both labels
-    for part in (dataset.train, dataset.test):
-        for row, label in zip(part.features.toarray(), part.labels):
-            same = [
-                v
-                for positive, v in vectors
-                if positive == label and set(np.flatnonzero(row)) == set(v)
-            ]
-            assert any(np.allclose(row[list(v)], list(v.values())) for v in same)
 
 
 @pytest.mark.parametrize(
