@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxsparse import codecs
 from jaxsparse.arrays.settings import check_density, entries
-from jaxsparse.reducers.base import Budget, Reducer
+from jaxsparse.reducers.base import Reducer
 from jaxsparse.systems import SYSTEMS, TopK
 
 PACKED = ("spardl", "ok_topk", "top_k")
@@ -104,7 +104,7 @@ def transformation_at(name: str, *args: Any, **options: Any) -> Any:
     )
 
 
-def budget_at(name: str, *args: Any, **options: Any) -> Budget:
+def budget_at(name: str, *args: Any, **options: Any) -> Reducer:
     """The reducer, or the budget that makes it, with these settings."""
     return SYSTEMS[name.removesuffix("_packed")].reducer(**settings_at(name, *args, **options))
 

@@ -37,6 +37,10 @@ CASES = {
     for variant, case in cases.CASES[name].items()
     if system.law == "sums"
 }
+# Cases that send less than everything, or round it, with a budget for everything.
+SENDS_LESS = {"demo", "dragonn", "dragonn_slot_max", "ok_topk", "qsgd", "qsgd_nearest", "quantized"}
+SENDS_LESS |= {"quantized_gathered", "quantized_ternary", "sign_sgd", "sparcml_nearest"}
+SENDS_LESS |= {"spardl_packed"}
 VARIANTS = {name for name, case in CASES.items() if name != case.system}
 
 # One system for each way to select and to exchange.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxsparse.quantize import Format
-from jaxsparse.reducers.base import Budget
+from jaxsparse.reducers.base import Reducer
 from jaxsparse.systems import Quantized
 from jaxsparse.systems.ok_topk import OkTopk
 from jaxsparse.systems.sketched_sgd import SketchedSGD
@@ -46,7 +46,7 @@ class Cell(NamedTuple):
     density: float
 
 
-def budget(cell: Cell, workers: int) -> Budget:
+def budget(cell: Cell, workers: int) -> Reducer:
     """The reducer of a cell, or the budget that makes the reducers of a whole tree.
 
     Programs are compiled before any rate is known, so `sparcml` without a setting runs the

@@ -6,15 +6,15 @@ from typing import Any
 
 from jaxsparse.arrays.layout import named_leaves
 from jaxsparse.arrays.settings import Stages
-from jaxsparse.reducers.base import Budget, Reducer
-from jaxsparse.reducers.stages import budget_of
+from jaxsparse.reducers.base import Reducer
+from jaxsparse.reducers.stages import reducer_of
 
 # The way in which one leaf is exchanged. None: uncompressed.
-Rule = Budget | Stages[Reducer] | None
+Rule = Reducer | Stages[Reducer] | None
 # A function of a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
 Policy = Callable[[str, tuple[int, ...]], Rule]
 # A function of a tree that returns the budget of each leaf, checked.
-Rules = Callable[[Any], Sequence[Budget | None]]
+Rules = Callable[[Any], Sequence[Reducer | None]]
 
 
 def by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
@@ -23,7 +23,7 @@ def by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
         return lambda tree: [_budget(policy(*leaf), leaf[0]) for leaf in named_leaves(tree)]
     patterns = _compiled(policy)
 
-    def rules(tree: Any) -> list[Budget | None]:
+    def rules(tree: Any) -> list[Reducer | None]:
         leaves = named_leaves(tree)
         first = [next((p for p in patterns if p.search(path)), None) for path, _ in leaves]
         if unused := sorted(pattern.pattern for pattern in patterns if pattern not in first):
@@ -50,10 +50,10 @@ def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
         ) from None
 
 
-def _budget(reducer: Any, path: str) -> Budget | None:
+def _budget(reducer: Any, path: str) -> Reducer | None:
     if reducer is None:
         return None
-    reducer = budget_of(reducer, f"policy, for leaf{path}: ")
+    reducer = reducer_of(reducer, f"policy, for leaf{path}: ")
     try:
         hash(reducer)
     except TypeError:

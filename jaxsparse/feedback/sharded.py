@@ -15,7 +15,7 @@ from jaxsparse.arrays import layout as layouts
 from jaxsparse.comm import marks, meshes
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.feedback.store import ErrorFeedbackState, Kind, kinds
-from jaxsparse.reducers.base import Budget
+from jaxsparse.reducers.base import Reducer
 
 # update(updates, state, momentum, inner axes) of one worker's device. Returns updates and state.
 Update = Callable[[Any, ErrorFeedbackState, Any, tuple[str, ...]], tuple[Any, ErrorFeedbackState]]
@@ -26,8 +26,8 @@ _FEWEST = 1024
 
 
 def shards(
-    tree: Any, budgets: Sequence[Budget | None], placement: Placement
-) -> tuple[Any, list[Budget | None], int]:
+    tree: Any, budgets: Sequence[Reducer | None], placement: Placement
+) -> tuple[Any, list[Reducer | None], int]:
     """The shards that one device exchanges.
 
     Returns:

@@ -41,8 +41,8 @@ from jaxsparse.feedback.store import (
     has_nothing,
     without_params,
 )
-from jaxsparse.reducers.base import Budget, Leaf, Reducer
-from jaxsparse.reducers.stages import budget_of, in_stages
+from jaxsparse.reducers.base import Leaf, Reducer
+from jaxsparse.reducers.stages import in_stages, reducer_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ErrorFeedback(LeafOptions):
     and `skipped` rises. The exchange of earlier gradients still counts, so apply the update.
 
     Args:
-        reducer: the `Reducer` that exchanges the buckets, or a `Budget` that makes one for each.
+        reducer: the `Reducer` that exchanges the buckets.
 
     Returns:
         A transformation. `init` needs no axis and returns one worker's state, for `jaxsparse.shard`
@@ -118,15 +118,15 @@ class ErrorFeedback(LeafOptions):
             another tree, mesh or to several workers, or the gradients are already summed.
     """
 
-    reducer: Budget
+    reducer: Reducer
 
     @property
-    def budget(self) -> Budget:
-        """The reducer, or the budget that makes it."""
-        return budget_of(self.reducer)
+    def tree_reducer(self) -> Reducer:
+        """The reducer of the whole tree."""
+        return reducer_of(self.reducer)
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
-        return _feedback(_one_rule(self.budget, self.is_dense), self)
+        return _feedback(_one_rule(self.tree_reducer, self.is_dense), self)
 
 
 error_feedback = transformation(ErrorFeedback, "error_feedback")
@@ -144,20 +144,20 @@ class SystemOptions(LeafOptions):
     def __post_init__(self):
         """The reducer checks its settings, once it is made."""
 
-    def made(self) -> Budget:
-        """The reducer, or the budget that makes it, from settings without stages."""
+    def made(self) -> Reducer:
+        """The reducer of the whole tree, from settings without stages."""
         bases = type(self).__mro__[1:]
         return part(
-            self, next(k for k in bases if issubclass(k, Budget) and not issubclass(k, Options))
+            self, next(k for k in bases if issubclass(k, Reducer) and not issubclass(k, Options))
         )
 
     @property
-    def budget(self) -> Budget:
+    def tree_reducer(self) -> Reducer:
         """The same; with `Stages` among the settings, a reducer that changes."""
         return in_stages(self, lambda settings: settings.made())
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
-        return _feedback(_one_rule(self.budget, self.is_dense), self)
+        return _feedback(_one_rule(self.tree_reducer, self.is_dense), self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,10 +293,10 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
     return optax.GradientTransformationExtraArgs(init, unwrapped(update))
 
 
-def _one_rule(budget: Budget, is_dense: IsDense | None) -> Rules:
+def _one_rule(budget: Reducer, is_dense: IsDense | None) -> Rules:
     """The rules that give the budget to all leaves but those that `is_dense` picks."""
 
-    def rules(tree: Any) -> list[Budget | None]:
+    def rules(tree: Any) -> list[Reducer | None]:
         goes_dense = layouts.picked(tree, small_or_vector if is_dense is None else is_dense)
         found = [None if dense else budget for dense in goes_dense]
         if is_dense is None and not any(found):
@@ -312,7 +312,7 @@ def _one_rule(budget: Budget, is_dense: IsDense | None) -> Rules:
 
 def _plan(
     tree: Any,
-    budgets: Sequence[Budget | None],
+    budgets: Sequence[Reducer | None],
     bucket_size: int | None,
     devices: int = 1,
     dense_elements: int | None = None,

@@ -112,15 +112,19 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Budget(abc.ABC):
-    """Makes the reducers of all buckets from their common budget.
+@dataclasses.dataclass(frozen=True)
+class Reducer(abc.ABC):
+    """Exchanges one flat vector.
 
-    It is not the reducer itself, because a compression ratio is for the whole tree, dense leaves
-    included. It can be divided only once the layout is known.
-
-    Derived classes are frozen dataclasses of static settings. Their fields' types say what values
-    they take (`jaxsparse.arrays.settings.check_fields`).
+    Derived classes override the defaults here. They are frozen dataclasses of static settings, and
+    their fields' types say what values they take (`jaxsparse.arrays.settings.check_fields`). If
+    settings are totals for the whole tree, such as a compression ratio, `split` divides them among
+    buckets once the layout is known.
     """
+
+    # Whether residuals are given at few entries. The exchange then adds up in the leaves' shapes,
+    # to write residuals over the old ones. It is a hint, on which no result depends.
+    changes_few = False
 
     def __post_init__(self):
         has_stages = self.has_stages
@@ -146,31 +150,6 @@ class Budget(abc.ABC):
         """Whether no leaf may straddle buckets. `with_leaves` then tells reducers their leaves."""
         return False
 
-    @abc.abstractmethod
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
-        """One reducer for each bucket.
-
-        Args:
-            sizes: number of elements of each bucket.
-            dense_size: number of uncompressed elements beside the buckets.
-
-        Raises:
-            ValueError: the budget can't be met.
-        """
-
-
-@dataclasses.dataclass(frozen=True)
-class Reducer(Budget):
-    """Exchanges one flat vector.
-
-    Derived classes override the defaults here. If a reducer's settings are totals for the whole
-    tree, its `split` divides them among buckets.
-    """
-
-    # Whether residuals are given at few entries. The exchange then adds up in the leaves' shapes,
-    # to write residuals over the old ones. It is a hint, on which no result depends.
-    changes_few = False
-
     @property
     def system(self) -> str:
         """The name of what it computes. States of other systems are refused."""
@@ -185,11 +164,6 @@ class Reducer(Budget):
     def conserves(self) -> bool:
         """Whether each exchange conserves sums, at least up to rounding."""
         return self.conservation in ("exact", "to rounding", "to group rounding")
-
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """Whether the mean is the dense mean if the budget covers everything."""
-        return True
 
     @property
     def needs_zeros(self) -> bool:
@@ -211,7 +185,15 @@ class Reducer(Budget):
         return False
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
-        """The same reducer for each bucket."""
+        """One reducer for each bucket, here the same.
+
+        Args:
+            sizes: number of elements of each bucket.
+            dense_size: number of uncompressed elements beside the buckets.
+
+        Raises:
+            ValueError: settings for the whole tree can't be met.
+        """
         return (self,) * len(sizes)
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Reducer":

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxsparse.arrays.settings import Stages
 from jaxsparse.comm import wire
-from jaxsparse.reducers.base import Budget, Conservation, Info, Kept, Leaf, Reducer, Sums, settle
+from jaxsparse.reducers.base import Conservation, Info, Kept, Leaf, Reducer, Sums, settle
 
 T = TypeVar("T")
 
@@ -57,11 +57,6 @@ class Staged(Reducer):
     def conservation(self) -> Conservation:
         """The weakest promise of any stage."""
         return max((r.conservation for r in self.stages.values), key=_CONSERVATION.index)
-
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """Whether this is so in every stage."""
-        return all(reducer.dense_at_full_budget for reducer in self.stages.values)
 
     @property
     def alignment(self) -> int:
@@ -132,7 +127,7 @@ class Staged(Reducer):
         return Sums(total, counts.delivered, counts.overflow, is_settled=True), kept
 
 
-def in_stages(settings: T, make: Callable[[T], Budget]) -> Budget:
+def in_stages(settings: T, make: Callable[[T], Reducer]) -> Reducer:
     """What `make` makes of the settings, or a `Staged` if one of their fields is `Stages`."""
     if isinstance(settings, Staged):
         return settings
@@ -144,14 +139,14 @@ def in_stages(settings: T, make: Callable[[T], Budget]) -> Budget:
         raise ValueError(f"{' and '.join(changing)} are both Stages: let one setting change")
     ((name, stages),) = changing.items()
     made = (dataclasses.replace(settings, **{name: value}) for value in stages.values)  # type: ignore[type-var]
-    return Staged(Stages(tuple(map(make, made)), stages.boundaries))  # type: ignore[arg-type]
+    return Staged(Stages(tuple(map(make, made)), stages.boundaries))
 
 
-def budget_of(reducer: Any, place: str = "") -> Budget:
-    """The budget that a user's reducer stands for: `Staged` if it, or a setting of it, has stages.
+def reducer_of(reducer: Any, place: str = "") -> Reducer:
+    """What a user's reducer stands for: `Staged` if it, or a setting of it, has stages.
 
     Args:
-        reducer: a `Budget`, or `Stages` of reducers.
+        reducer: a reducer, or `Stages` of reducers.
         place: where it was given, for the error.
 
     Raises:
@@ -159,7 +154,7 @@ def budget_of(reducer: Any, place: str = "") -> Budget:
     """
     given = reducer.values if isinstance(reducer, Stages) else (reducer,)
     for one in given:
-        if not isinstance(one, Budget):
+        if not isinstance(one, Reducer):
             raise ValueError(
                 f"{place or 'reducer='}{one!r} must be a reducer, such as "
                 "jaxsparse.systems.TopK(0.01), or Stages of reducers"

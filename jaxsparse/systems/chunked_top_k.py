@@ -62,11 +62,6 @@ class ChunkedTopK(Gathered):
         """The conservation of the codec."""
         return conservation_of(self.codec)
 
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """Yes, if nothing is rounded."""
-        return self.codec.is_exact
-
     def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Kept]:

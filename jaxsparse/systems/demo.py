@@ -118,11 +118,6 @@ class DeMo(Gathered, MatrixReducer):
         return "to group rounding"
 
     @property
-    def dense_at_full_budget(self) -> bool:
-        """No, because transforms round."""
-        return False
-
-    @property
     def codec(self) -> codecs.EliasFano:
         """The wire format."""
         return codecs.EliasFano(self.value_bits)

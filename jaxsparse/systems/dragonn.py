@@ -141,11 +141,6 @@ class Dragonn(Gathered, SeededReducer):
         """The conservation of the codec."""
         return conservation_of(self.codec)
 
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """Entries collide in slots at any density, so some always wait."""
-        return False
-
     def hash_seed(self, step: UInt32[Array, ""], rank: Array | int) -> UInt32[Array, ""]:
         """The seed of one worker's slots at one exchange."""
         return hashing.combine(self.seed, step, rank)

@@ -110,7 +110,7 @@ ef21_sgdm = system(
 
 
 def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
-    reducer = settings.budget  # raises if it is no reducer
+    reducer = settings.tree_reducer  # raises if it is no reducer
     if isinstance(reducer, Reducer) and not reducer.conserves:
         raise ValueError(
             f"reducer={reducer} does not conserve sums, so that the estimate would add up its "

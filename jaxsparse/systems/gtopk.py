@@ -44,11 +44,6 @@ class GTopK(EntryReducer):
         """The conservation of the codec. The published rule leaks."""
         return super().conservation if self.residuals == "global" else "leaks"
 
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """Yes, unless the codec rounds."""
-        return self.codec.is_exact
-
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         """See `Reducer`."""
         stream = SELECTORS[self.selection](x, entries(self.density, x.size))

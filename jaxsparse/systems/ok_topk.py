@@ -74,11 +74,6 @@ class OkTopk(EntryReducer):
         """Not where owners round sums, which changes residuals at any elements."""
         return self.codec.is_exact and self.codec.is_local
 
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """No: between refreshes, sums below the old threshold stay behind at any density."""
-        return False
-
     def init(self, size: int) -> OkTopkState:
         """A step counter, and regions yet to be drawn."""
         return OkTopkState(jnp.uint32(0), Agreed.start(size))

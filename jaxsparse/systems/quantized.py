@@ -56,11 +56,6 @@ class Quantized(SeededReducer):
         """The error of stochastic rounding is dropped."""
         return "to group rounding" if self.rounding == "nearest" else "in expectation"
 
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """There is no budget."""
-        return False
-
     def init(self, size: int) -> Any:
         """The number of exchanges so far, for stochastic rounding, or no state."""
         return jnp.uint32(0) if self.rounding == "stochastic" else ()

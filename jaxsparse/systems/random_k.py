@@ -110,11 +110,6 @@ class RandomK(SeededReducer):
         """The conservation of `reducer`."""
         return self.inner.conservation
 
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """Whether this is so for `reducer`."""
-        return self.inner.dense_at_full_budget
-
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
         """The same settings with another seed for each bucket. `reducer` splits its own budget."""
         inner = self.inner.split(tuple(entries(self.density, size) for size in sizes), dense_size)

@@ -133,11 +133,6 @@ class S2(BlockReducer, SeededReducer):
         """The sketch's estimates are unbiased, and the residual does not keep their error."""
         return "in expectation"
 
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """Yes with a ratio of 1, at which all blocks fit and travel exactly."""
-        return self.sketch_ratio >= 1
-
     def plan(self, size: int, workers: int) -> Plan:
         """The sizes of an exchange of `size` elements among `workers`.
 

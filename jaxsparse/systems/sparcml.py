@@ -127,12 +127,6 @@ class SparCML(SeededReducer):
             return "in expectation"
         return conservation_of(self.codec) if self.bits is None else "to group rounding"
 
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """Yes, if nothing is rounded and there is room for all entries."""
-        has_room = self.union_factor is None or self.union_factor >= 1
-        return self.bits is None and self.codec.is_exact and has_room
-
     def init(self, size: int) -> Any:
         """The number of exchanges so far, for the keys of stochastic rounding, or no state."""
         return jnp.uint32(0) if self._is_random else ()

@@ -78,11 +78,6 @@ class SparDL(EntryReducer):
         return super().conservation if self.residuals == "global" else "leaks"
 
     @property
-    def dense_at_full_budget(self) -> bool:
-        """Yes, unless the codec rounds, or B-SAG gathers, whose h never asks for all."""
-        return self.codec.is_exact and (self.teams == 1 or self.gather == "recursive")
-
-    @property
     def adapts_messages(self) -> bool:
         """Yes with B-SAG, whose messages follow h."""
         return self.gather == "bruck" and self.teams > 1

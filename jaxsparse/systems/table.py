@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec
 import optax
 
 from jaxsparse.feedback.options import Options, transformation
-from jaxsparse.reducers.base import Budget
+from jaxsparse.reducers.base import Reducer
 
 P = ParamSpec("P")
 
@@ -29,9 +29,9 @@ class System(NamedTuple):
         """The name of the transformation."""
         return self.transformation.__name__
 
-    def reducer(self, *args: Any, **settings: Any) -> Budget:
-        """The reducer of these settings, or the budget that makes it."""
-        return self.transformation.settings(*args, **settings).budget  # type: ignore[attr-defined]
+    def reducer(self, *args: Any, **settings: Any) -> Reducer:
+        """The reducer of the whole tree with these settings."""
+        return self.transformation.settings(*args, **settings).tree_reducer  # type: ignore[attr-defined]
 
 
 SYSTEMS: dict[str, System] = {}
