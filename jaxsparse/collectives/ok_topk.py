@@ -181,7 +181,7 @@ class Agreed(NamedTuple):
         return cls(place, jnp.int32(0), jnp.float32(0), jnp.bool_(True), jnp.bool_(True))
 
 
-class OkTopk(NamedTuple):
+class BalancedSums(NamedTuple):
     """The result of `ok_topk`."""
 
     total: Float[Array, " d"]  # the sums that were delivered; equal on all workers
@@ -238,7 +238,7 @@ def ok_topk(
     codec: codecs.Codec = codecs.COO,
     capacity_factor: float = 2.0,
     top_k: Select = about_top_k,
-) -> OkTopk:
+) -> BalancedSums:
     """Means of the workers' k largest entries, where the sum of these reaches a threshold.
 
     The vector is divided into W regions that hold about equally many entries. Workers send their
@@ -313,7 +313,7 @@ def ok_topk(
         lost += (where_it_arrives(held.indices, more),)
     is_stale = (evened.passing > how.limit) | (2 * evened.passing < k)
     workers = zeros((), jnp.int32, (agreed.workers,)) + regions.workers
-    return OkTopk(
+    return BalancedSums(
         total,
         SparseStream(entries.indices, left),
         sent,

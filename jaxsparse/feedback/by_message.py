@@ -32,8 +32,8 @@ from jaxsparse.feedback.exchange import (
     Bucket,
     Carried,
     Exchanged,
-    Plan,
     Settings,
+    TreePlan,
     agreed,
     begin,
     finish,
@@ -256,7 +256,7 @@ def _posted(
     gradients: Sequence[Pieces],
     dense: Array,
     before: Carried,
-    plan: Plan,
+    plan: TreePlan,
     settings: Settings,
 ) -> tuple[UInt32[Array, " words"], tuple[Posted, ...], Exchanged]:
     """The first half of `exchange`, and the result of a step that changes nothing."""
@@ -286,7 +286,7 @@ def _received(
     gradients: Sequence[Pieces],
     dense: Array,
     before: Carried,
-    plan: Plan,
+    plan: TreePlan,
     settings: Settings,
 ) -> tuple[Exchanged, UInt32[Array, "workers rest"]]:
     """The second half of `exchange`, and the words of messages behind it."""

@@ -49,7 +49,7 @@ class Exchanged(NamedTuple):
     ok: Bool[Array, ""]  # whether everything is finite on all workers
 
 
-class Plan(NamedTuple):
+class TreePlan(NamedTuple):
     """How the leaves of a tree are exchanged."""
 
     layout: Layout
@@ -73,7 +73,7 @@ class Settings(NamedTuple):
 
 
 def exchange(
-    gradients: Sequence[Pieces], dense: Array, before: Carried, plan: Plan, settings: Settings
+    gradients: Sequence[Pieces], dense: Array, before: Carried, plan: TreePlan, settings: Settings
 ) -> Exchanged:
     """Exchanges residuals plus this step's gradients, or with a delay the residuals alone.
 
@@ -123,7 +123,7 @@ def _send(
     gradients: Sequence[Pieces] | None,
     before: Sequence[Bucket],
     ok: Bool[Array, ""],
-    plan: Plan,
+    plan: TreePlan,
     settings: Settings,
 ) -> tuple[list[Pieces], list[Bucket], list[Info]]:
     """Exchanges each bucket's residual, plus its gradient unless `gradients` is None.
@@ -261,7 +261,7 @@ def _add_later(
     dense: Array,
     dense_mean: Array,
     sent: Sequence[Bucket],
-    plan: Plan,
+    plan: TreePlan,
     settings: Settings,
 ) -> tuple[list[Bucket], Bool[Array, ""], Bool[Array, ""]]:
     """With a delay: adds the gradients to the residuals after the exchange, if all are finite.
@@ -279,7 +279,7 @@ def _add_later(
 
 
 def _with_gradients(
-    gradients: Sequence[Pieces], buckets: Sequence[Bucket], plan: Plan, settings: Settings
+    gradients: Sequence[Pieces], buckets: Sequence[Bucket], plan: TreePlan, settings: Settings
 ) -> list[Bucket]:
     """The buckets with this step's gradients in residual and momentum."""
     added = []
@@ -290,7 +290,7 @@ def _with_gradients(
     return added
 
 
-def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: Plan) -> Exchanged:
+def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: TreePlan) -> Exchanged:
     """Adds to the residuals the part of the means that rounding to the leaves' dtypes removes.
 
     Args:
@@ -440,7 +440,7 @@ def saturating_sum(counts: Int[Array, "n *k"], axes: tuple[str, ...] = ()) -> In
     return jnp.where(upper > _MOST >> 16, jnp.int32(_MOST), (upper << 16) | (lower & 0xFFFF))
 
 
-def total(infos: Sequence[Info], plan: Plan, axes: Axes) -> Info:
+def total(infos: Sequence[Info], plan: TreePlan, axes: Axes) -> Info:
     """Counts over buckets and a worker's devices, with uncompressed elements, without padding."""
     delivered, overflow = [jnp.int32(0)], [jnp.int32(0)]
     for one, size in zip(infos, plan.sizes):

@@ -16,7 +16,7 @@ from jaxsparse.arrays import hashing, layout as layouts
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged, Plan
+from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged, TreePlan
 from jaxsparse.reducers.base import Info
 
 _SIGN = 0x80000000
@@ -89,7 +89,7 @@ def without_params(state: ErrorFeedbackState) -> ErrorFeedbackState:
     return state._replace(**dict.fromkeys(_OF_LEAVES, jnp.int32(0)))
 
 
-class Store(NamedTuple):
+class StateStore(NamedTuple):
     """Packs one worker's vectors into a state, and unpacks them."""
 
     axes: Axes
@@ -103,7 +103,7 @@ class Store(NamedTuple):
         """Whether residuals and momenta are rounded."""
         return self.dtype != jnp.float32
 
-    def init(self, plan: Plan) -> ErrorFeedbackState:
+    def init(self, plan: TreePlan) -> ErrorFeedbackState:
         """The state before the first step: zeros."""
         accumulators: dict[str, Any] = {}
         for field, leaves in self._described(plan).items():
@@ -123,7 +123,7 @@ class Store(NamedTuple):
             )
         )
 
-    def _described(self, plan: Plan) -> dict[str, dict[str, "_Leaf"]]:
+    def _described(self, plan: TreePlan) -> dict[str, dict[str, "_Leaf"]]:
         """The accumulators by field and name."""
         layout, packed, of_mean = plan.layout, plan.compressed, _of_mean(plan)
         loose = {leaf for leaf, _, _ in layout.dense}
@@ -143,7 +143,7 @@ class Store(NamedTuple):
             for field, leaves in fields.items()
         }
 
-    def load(self, state: ErrorFeedbackState, plan: Plan) -> Carried:
+    def load(self, state: ErrorFeedbackState, plan: TreePlan) -> Carried:
         """This worker's vectors.
 
         Raises:
@@ -173,7 +173,9 @@ class Store(NamedTuple):
             layout.dense_of(pending) if self.is_delayed else None,
         )
 
-    def save(self, done: Exchanged, before: ErrorFeedbackState, plan: Plan) -> ErrorFeedbackState:
+    def save(
+        self, done: Exchanged, before: ErrorFeedbackState, plan: TreePlan
+    ) -> ErrorFeedbackState:
         """The state after a step. A skipped step without a delay changes only `skipped`."""
         carried, rounds = done.carried, ()
         if self.is_narrow:
@@ -222,7 +224,7 @@ class Store(NamedTuple):
         typed = iter(own)
         return treedef.unflatten(PerWorker(next(typed)) if _is_marked(x) else x for x in leaves)
 
-    def _rounded(self, carried: Carried, round_: Array, plan: Plan) -> Carried:
+    def _rounded(self, carried: Carried, round_: Array, plan: TreePlan) -> Carried:
         buckets = []
         for i, (b, zeros) in enumerate(zip(carried.buckets, plan.needs_zeros)):
             shapes = [piece.shape for piece in b.residual]
@@ -245,16 +247,16 @@ class _Leaf(NamedTuple):
     is_own: bool  # whether it is a worker's own, and marked so
 
 
-def _names(plan: Plan) -> list[str]:
+def _names(plan: TreePlan) -> list[str]:
     """The name of each bucket in a state."""
     return [f"{i}_{system}" for i, system in enumerate(plan.systems)]
 
 
-def _by_bucket(plan: Plan, each: Sequence[Any]) -> dict[str, Any]:
+def _by_bucket(plan: TreePlan, each: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(_names(plan), each))
 
 
-def _of_mean(plan: Plan) -> set[int]:
+def _of_mean(plan: TreePlan) -> set[int]:
     """The compressed leaves whose momentum is that of the mean."""
     each = zip(plan.layout.buckets, plan.needs_zeros)
     return {leaf for pieces, zeros in each if zeros for leaf, _, _ in pieces}
@@ -343,7 +345,7 @@ def key_of(round_: UInt32[Array, ""], number: int, axes: Sequence[str]) -> UInt3
     return hashing.combine(round_, number, *(wire.axis_index(axis) for axis in axes))
 
 
-def _check_origin(state: ErrorFeedbackState, plan: Plan, is_delayed: bool) -> None:
+def _check_origin(state: ErrorFeedbackState, plan: TreePlan, is_delayed: bool) -> None:
     """Raises ValueError if the state was made for other reducers, or with another delay."""
     fix = "pass the state that init(params) made for the same transformation and settings"
     if state.systems != plan.systems:

@@ -18,7 +18,7 @@ from jaxsparse.comm.marks import is_stand_in, unwrapped
 from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
 from jaxsparse.comm.unreduced import split_unreduced
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.exchange import Exchanged, Plan, Settings, exchange, keep_rounding
+from jaxsparse.feedback.exchange import Exchanged, Settings, TreePlan, exchange, keep_rounding
 from jaxsparse.feedback.options import (
     LeafOptions,
     Options,
@@ -36,7 +36,7 @@ from jaxsparse.feedback.rows import check_rows, one_workers, over_rows
 from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread, typed_as
 from jaxsparse.feedback.store import (
     ErrorFeedbackState,
-    Store,
+    StateStore,
     accumulator,
     has_nothing,
     without_params,
@@ -219,16 +219,18 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
             "meshes, as it calls schedules: name mesh and specs in its static_args)"
         )
 
-    def plan_of(tree: Any, placement: Placement | None) -> Plan:
+    def plan_of(tree: Any, placement: Placement | None) -> TreePlan:
         budgets = rules(tree) if jax.tree.leaves(tree) else []
         if placement is None:
             return _plan(tree, budgets, bucket_size)
         own, budgets, dense_elements = shards(tree, budgets, placement)
         return _plan(own, budgets, bucket_size, placement.devices, dense_elements)
 
-    def store_of(inner: tuple[str, ...]) -> Store:
+    def store_of(inner: tuple[str, ...]) -> StateStore:
         keeps_residual = delayed or decay != 0  # a delayed exchange is of the residual
-        return Store(Axes(axis_name, inner), momentum is not None, delayed, keeps_residual, dtype)
+        return StateStore(
+            Axes(axis_name, inner), momentum is not None, delayed, keeps_residual, dtype
+        )
 
     def init(params: Any) -> ErrorFeedbackState:
         rows = place_rows(params, axis_name, mesh, workers, options.specs)
@@ -316,7 +318,7 @@ def _plan(
     bucket_size: int | None,
     devices: int = 1,
     dense_elements: int | None = None,
-) -> Plan:
+) -> TreePlan:
     """The plan for one tree structure, given each leaf's budget; None: uncompressed.
 
     Leaves with equal budgets are laid end to end and exchanged as one vector.
@@ -361,7 +363,7 @@ def _plan(
             f"the {devices} devices of a worker would wait for each other for ever: use "
             "gather='recursive' (for a power of two of teams), or teams=1"
         )
-    return Plan(
+    return TreePlan(
         layout=layout,
         reducers=tuple(reducers),
         needs_zeros=tuple(map(operator.attrgetter("needs_zeros"), reducers)),

@@ -15,7 +15,7 @@ from jaxsparse.islands.processes import is_first, lead
 from jaxsparse.islands.store import UnreachableError
 
 # Exchanges whose threads may be at work as Python ends.
-_RUNNING: "weakref.WeakSet[Running]" = weakref.WeakSet()
+_RUNNING: "weakref.WeakSet[RunningExchange]" = weakref.WeakSet()
 
 
 @atexit.register
@@ -108,7 +108,7 @@ def _wait(event: threading.Event, seconds: float) -> bool:
     return True
 
 
-class Running:
+class RunningExchange:
     """An exchange in a thread.
 
     Of several processes, the first one has a thread, which does what is the store's alone. The rest

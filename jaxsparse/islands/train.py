@@ -18,7 +18,7 @@ from jaxsparse.islands.member import Exchange, IslandState, Member, Report
 from jaxsparse.islands.processes import lead
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
-from jaxsparse.islands.threads import Running, Silence, Writer
+from jaxsparse.islands.threads import RunningExchange, Silence, Writer
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step, stepped
 
@@ -188,8 +188,8 @@ class Islands:
             members=members,
             beside=self._writer.start,
         )
-        self._running: Running | None = None
-        self._left: Running | None = None  # what `leave` did not wait for
+        self._running: RunningExchange | None = None
+        self._left: RunningExchange | None = None  # what `leave` did not wait for
         self._waiting = 0.0
         self._round, self._has_joined = 0, False
         self._is_told = False  # whether it has warned that it can't join yet
@@ -376,7 +376,7 @@ class Islands:
         losses, self._losses = self._losses, []
         state, exchange = self._member.begin(state, _mean(losses))
         if exchange is not None:
-            self._running = Running(exchange, self._poll, self._patience)
+            self._running = RunningExchange(exchange, self._poll, self._patience)
             self._running.start()
         return state
 

@@ -39,7 +39,7 @@ class Cost(NamedTuple):
         return f"{self.nats:+.3f}{spread} nats ({self.seeds} seed{'s' * (self.seeds > 1)})"
 
 
-class Exchange(NamedTuple):
+class RecipeExchange(NamedTuple):
     """One of the systems with its settings."""
 
     system: Callable[..., optax.GradientTransformationExtraArgs]
@@ -61,11 +61,11 @@ class Exchange(NamedTuple):
 
 # Formats of fewer bits compute as int8 does, which was timed with 4 and with 32 workers. The time
 # of chunks grows with the workers: 9 passes for 2, 37 for 32. These are for 8.
-EXCHANGES: Mapping[str, Exchange] = MappingProxyType(
+EXCHANGES: Mapping[str, RecipeExchange] = MappingProxyType(
     {
-        "dense": Exchange(systems.dense, None, {}, 2.3),
-        **{x: Exchange(systems.quantized, x, {}, 9.3) for x in ("int4", "int2", "sign")},
-        "top 1/8": Exchange(systems.chunked_top_k, 512, {"decay": 0.95}, 16.8),
+        "dense": RecipeExchange(systems.dense, None, {}, 2.3),
+        **{x: RecipeExchange(systems.quantized, x, {}, 9.3) for x in ("int4", "int2", "sign")},
+        "top 1/8": RecipeExchange(systems.chunked_top_k, 512, {"decay": 0.95}, 16.8),
     }
 )
 

@@ -60,7 +60,7 @@ class BlockReducer(Reducer):
         return jnp.uint32(0)
 
 
-class Kept(NamedTuple):
+class AgreedBlocks(NamedTuple):
     """Blocks of the union of all workers' supports; equal on all workers."""
 
     indices: Int[Array, " capacity"]  # int32, distinct; the number of blocks marks an empty slot
@@ -162,7 +162,7 @@ def agree(
     block_size: int,
     step: UInt32[Array, ""],
     axis_name: str | None,
-) -> Kept:
+) -> AgreedBlocks:
     """The blocks that any worker selected, as many as there is room for.
 
     Args:
@@ -175,7 +175,7 @@ def agree(
     """
     wanted = union(selected, axis_name)
     surplus = jnp.maximum(jnp.sum(wanted, dtype=jnp.int32) - jnp.int32(capacity), 0)
-    return Kept(take(wanted, capacity, step), surplus * jnp.int32(block_size))
+    return AgreedBlocks(take(wanted, capacity, step), surplus * jnp.int32(block_size))
 
 
 def contribution(

@@ -30,7 +30,7 @@ from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.table import system
 
 
-class Plan(NamedTuple):
+class SketchSizes(NamedTuple):
     """Static sizes of one exchange."""
 
     selected: int  # number of blocks that a worker may select
@@ -133,11 +133,11 @@ class S2(BlockReducer, SeededReducer):
         """The sketch's estimates are unbiased, and the residual does not keep their error."""
         return "in expectation"
 
-    def plan(self, size: int, workers: int) -> Plan:
+    def plan(self, size: int, workers: int) -> SketchSizes:
         """The sizes of an exchange of `size` elements among `workers`.
 
         >>> S2(block_size=8, density=0.25).plan(800, workers=2)
-        Plan(selected=25, capacity=50, cols=175)
+        SketchSizes(selected=25, capacity=50, cols=175)
         """
         count = blocks.count(size, self.block_size)
         capacity = union_capacity(size, self.block_size, self.density, self.union_density, workers)
@@ -152,7 +152,7 @@ class S2(BlockReducer, SeededReducer):
         words = self.sketch_ratio * selected_by_any * self.block_size
         cols = max(self.block_size, math.ceil(words / self.rows * (1 - 1e-12)))
         exact = self.rows * cols >= capacity * self.block_size
-        return Plan(selected, capacity, None if exact else cols)
+        return SketchSizes(selected, capacity, None if exact else cols)
 
     def words(self, size: int, workers: int) -> int:
         """The words that an exchange of `size` elements psums, beside the union of supports."""

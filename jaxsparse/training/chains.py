@@ -41,7 +41,7 @@ def warn_of_chains(program: Jaxpr, args: Any, is_split: Any, clips_own: bool) ->
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
     rows = zip(paths, jax.tree.leaves(is_split))
-    found = _Found()
+    found = _Flow()
     returned = found.flow(
         program, [_BATCH if row and not is_marked(path) else _OTHERS for path, row in rows]
     )
@@ -103,7 +103,7 @@ def _warn(text: str) -> None:
 
 
 @dataclasses.dataclass
-class _Found:
+class _Flow:
     """What was found so far, on the way through a program from its beginning."""
 
     clips_first: bool = False  # a clip before the first exchange
