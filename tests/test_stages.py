@@ -156,7 +156,8 @@ def test_bytes_follow_the_stage():
 
 @pytest.mark.slow
 def test_autotune_times_every_candidate():
-    params = {"kernel": jax.ShapeDtypeStruct((64, 65), jnp.float32)}
+    shapes = {"kernel": (64, 65), "bias": (65,)}
+    params = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()}
     make = lambda teams: jaxsparse.spardl(0.01, teams=teams, gather="bruck")
     best, seconds = jaxsparse.planner.autotune(make, [1, 2], params, mesh(4), repeats=2)
     assert set(seconds) == {1, 2}

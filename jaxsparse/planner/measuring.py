@@ -232,11 +232,11 @@ def _exchange(
     """A function that exchanges these gradients once more."""
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
     state = shard(tx.init(zeros), mesh, axis_name)
-    step = jax.jit(lambda state, gradients: tx.update(gradients, state))
+    step = jax.jit(tx.update)
 
     def run() -> Any:
         nonlocal state
-        means, state = step(state, gradients)
+        means, state = step(gradients, state, zeros)
         return means, state
 
     return run
