@@ -128,6 +128,14 @@ def unconstrained(equation: Any) -> Any:
     return equation.replace(primitive=jax.lax.copy_p, params={})
 
 
+def carried_by(scan: Any) -> tuple[int, int]:
+    """The number of constants of a scan, and of arrays that it carries."""
+    if "ft_in" in scan.params:  # other releases have numbers
+        constants, carried, _ = map(len, scan.params["ft_in"].unpack())
+        return constants, carried
+    return scan.params["num_consts"], scan.params["num_carry"]
+
+
 def place_of(equation: Any) -> str:
     """Where an equation was traced, as "file:line (function)"."""
     return summarize(equation.source_info)

@@ -168,7 +168,7 @@ class _Flow:
             n = len(inner.invars)
             made = self.flow(inner, inputs[len(inputs) - n :] if n <= len(inputs) else [every] * n)
             if equation.primitive.name == "scan":  # what it carries goes through it again
-                first, carried = equation.params["num_consts"], equation.params["num_carry"]
+                first, carried = compat.carried_by(equation)
                 again = [*inputs]
                 for _ in range(carried):  # enough, and most often one
                     before = [*again]
