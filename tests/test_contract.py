@@ -44,7 +44,7 @@ few_representatives = lambda *names: named(CASES, names)
 
 
 @reducers
-@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), slow=(2, 8)))
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), slow=(8,)))
 def test_nothing_is_lost_and_replicas_agree(name, workers):
     results = run(name, workers)
     check_laws(CASES[name].reducer, results, workers)
@@ -58,7 +58,7 @@ def test_nothing_is_lost_among_simulated_workers(name):
 
 
 @reducers
-@pytest.mark.parametrize("where", some(WAYS_TO_RUN, [], slow=WAYS_TO_RUN[:2]), ids=str)
+@pytest.mark.parametrize("where", some(WAYS_TO_RUN, [], slow=WAYS_TO_RUN[:1]), ids=str)
 def test_the_ways_to_run_are_equal(name, where):
     workers, way = where
     one, other = run(name, workers, way), run(name, workers, "shard_map")
