@@ -187,7 +187,7 @@ SETTINGS = {
         [((3, "vmap"), "8 bits"), ((8, "shard_map"), "")],
         slow=[
             (where, name)
-            for where in [(2, "vmap"), (3, "vmap"), (5, "vmap"), (8, "shard_map")]
+            for where in [(3, "vmap"), (8, "shard_map")]
             for name in SETTINGS
         ],
     ),

@@ -93,7 +93,7 @@ def traced(tx, shapes, workers):
     return jax.eval_shape(data_parallel(step, workers), state, spread)
 
 
-@pytest.mark.parametrize("shapes", some(TREES, ("one leaf",)))
+@pytest.mark.parametrize("shapes", some(TREES, ("one leaf",), slow=("five leaves",)))
 @pytest.mark.parametrize("workers", few((3, 1, None), (3,)))
 @pytest.mark.parametrize("name", some(NAMES, ("random_k", *COMMON)))
 def test_more_elements_than_an_int32_counts(name, workers, shapes):
