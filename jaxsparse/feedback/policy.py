@@ -13,14 +13,14 @@ from jaxsparse.reducers.stages import reducer_of
 Rule = Reducer | Stages[Reducer] | None
 # A function of a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
 Policy = Callable[[str, tuple[int, ...]], Rule]
-# A function of a tree that returns the budget of each leaf, checked.
+# A function of a tree that returns the reducer of each leaf, checked.
 Rules = Callable[[Any], Sequence[Reducer | None]]
 
 
 def by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
     """The rules of a policy function, or of a mapping from regular expressions on key paths."""
     if callable(policy):
-        return lambda tree: [_budget(policy(*leaf), leaf[0]) for leaf in named_leaves(tree)]
+        return lambda tree: [_checked(policy(*leaf), leaf[0]) for leaf in named_leaves(tree)]
     patterns = _compiled(policy)
 
     def rules(tree: Any) -> list[Reducer | None]:
@@ -30,7 +30,7 @@ def by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
             paths = tuple(path for path, _ in leaves)
             raise ValueError(f"policy: no leaf is left for {unused}; the paths are {paths}")
         found = [default if pattern is None else patterns[pattern] for pattern in first]
-        return [_budget(rule, path) for rule, (path, _) in zip(found, leaves)]
+        return [_checked(rule, path) for rule, (path, _) in zip(found, leaves)]
 
     return rules
 
@@ -50,7 +50,7 @@ def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
         ) from None
 
 
-def _budget(reducer: Any, path: str) -> Reducer | None:
+def _checked(reducer: Any, path: str) -> Reducer | None:
     if reducer is None:
         return None
     reducer = reducer_of(reducer, f"policy, for leaf{path}: ")

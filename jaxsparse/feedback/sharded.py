@@ -26,23 +26,23 @@ _FEWEST = 1024
 
 
 def shards(
-    tree: Any, budgets: Sequence[Reducer | None], placement: Placement
+    tree: Any, reducers: Sequence[Reducer | None], placement: Placement
 ) -> tuple[Any, list[Reducer | None], int]:
     """The shards that one device exchanges.
 
     Returns:
-        The shapes and dtypes of the shards. Their budgets, None for leaves that can't be cut over
+        The shapes and dtypes of the shards. Their reducers, None for leaves that can't be cut over
         all inner axes. The number of uncompressed elements of all of a worker's devices.
 
     Raises:
-        ValueError: no leaf that a budget is for can be cut over all inner axes.
+        ValueError: no leaf that a reducer is for can be cut over all inner axes.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     shapes = [jnp.shape(leaf) for leaf in leaves]
     specs = [placement.exchanged(i, shape) for i, shape in enumerate(shapes)]
-    own = [b if placement.is_cut(spec) else None for b, spec in zip(budgets, specs)]
-    if any(b is not None for b in budgets) and not any(b is not None for b in own):
+    own = [b if placement.is_cut(spec) else None for b, spec in zip(reducers, specs)]
+    if any(b is not None for b in reducers) and not any(b is not None for b in own):
         raise ValueError(
             f"no leaf would be compressed: none of the shapes {shapes} has dimensions that the "
             f"inner axes {placement.inner} divide, and leaves that can't be cut over all of them "

@@ -220,11 +220,11 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         )
 
     def plan_of(tree: Any, placement: Placement | None) -> TreePlan:
-        budgets = rules(tree) if jax.tree.leaves(tree) else []
+        reducers = rules(tree) if jax.tree.leaves(tree) else []
         if placement is None:
-            return _plan(tree, budgets, bucket_size)
-        own, budgets, dense_elements = shards(tree, budgets, placement)
-        return _plan(own, budgets, bucket_size, placement.devices, dense_elements)
+            return _plan(tree, reducers, bucket_size)
+        own, reducers, dense_elements = shards(tree, reducers, placement)
+        return _plan(own, reducers, bucket_size, placement.devices, dense_elements)
 
     def store_of(inner: tuple[str, ...]) -> StateStore:
         keeps_residual = delayed or decay != 0  # a delayed exchange is of the residual
@@ -295,12 +295,12 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
     return optax.GradientTransformationExtraArgs(init, unwrapped(update))
 
 
-def _one_rule(budget: Reducer, is_dense: IsDense | None) -> Rules:
-    """The rules that give the budget to all leaves but those that `is_dense` picks."""
+def _one_rule(reducer: Reducer, is_dense: IsDense | None) -> Rules:
+    """The rules that give the reducer to all leaves but those that `is_dense` picks."""
 
     def rules(tree: Any) -> list[Reducer | None]:
         goes_dense = layouts.picked(tree, small_or_vector if is_dense is None else is_dense)
-        found = [None if dense else budget for dense in goes_dense]
+        found = [None if dense else reducer for dense in goes_dense]
         if is_dense is None and not any(found):
             raise ValueError(
                 f"no leaf would be compressed: all {len(found)} are vectors, scalars or smaller "
@@ -314,18 +314,18 @@ def _one_rule(budget: Reducer, is_dense: IsDense | None) -> Rules:
 
 def _plan(
     tree: Any,
-    budgets: Sequence[Reducer | None],
+    given: Sequence[Reducer | None],
     bucket_size: int | None,
     devices: int = 1,
     dense_elements: int | None = None,
 ) -> TreePlan:
-    """The plan for one tree structure, given each leaf's budget; None: uncompressed.
+    """The plan for one tree structure, given each leaf's reducer; None: uncompressed.
 
-    Leaves with equal budgets are laid end to end and exchanged as one vector.
+    Leaves with equal reducers are laid end to end and exchanged as one vector.
 
     Args:
         tree: arrays, or their shapes and dtypes, as one device has them.
-        budgets: a budget or None for each leaf.
+        given: a reducer or None for each leaf, of the whole tree.
         bucket_size: see `jaxsparse.layout.plan`.
         devices: the number of a worker's devices, each with buckets of the same sizes. They share
             settings that are totals for the tree, as buckets do.
@@ -333,24 +333,24 @@ def _plan(
             `tree`.
 
     Raises:
-        ValueError: a budget does not fit, or see `jaxsparse.layout.plan`.
+        ValueError: settings for the whole tree do not fit, or see `jaxsparse.layout.plan`.
     """
-    groups = dict.fromkeys(budget for budget in budgets if budget is not None)
-    shape = {budget: (budget.alignment, budget.whole_leaves) for budget in groups}
+    groups = dict.fromkeys(r for r in given if r is not None)
+    shape = {r: (r.alignment, r.whole_leaves) for r in groups}
     layout = layouts.plan_groups(
         tree,
-        budgets,
+        given,
         bucket_size=bucket_size,
-        alignment={budget: alignment for budget, (alignment, _) in shape.items()},
-        whole_leaves={budget for budget, (_, whole) in shape.items() if whole},
+        alignment={r: alignment for r, (alignment, _) in shape.items()},
+        whole_leaves={r for r, (_, whole) in shape.items() if whole},
     )
     sizes, all_dense = layout.bucket_sizes, layout.dense_size
     of_group = [[i for i, own in enumerate(layout.groups) if own == group] for group in groups]
     dense_size = all_dense if sum(map(bool, of_group)) == 1 else 0
     reducers: list[Reducer] = []
-    for (budget, (_, is_whole)), own in zip(shape.items(), of_group):
+    for (whole, (_, is_whole)), own in zip(shape.items(), of_group):
         each = tuple(sizes[i] for i in own for _ in range(devices))
-        made = list(budget.split(each, dense_size * devices)[::devices])
+        made = list(whole.split(each, dense_size * devices)[::devices])
         if is_whole:
             leaves = [tuple(Leaf(*leaf) for leaf in layout.leaves(i)) for i in own]
             made = [reducer.with_leaves(each) for reducer, each in zip(made, leaves)]
