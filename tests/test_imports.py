@@ -58,6 +58,13 @@ def test_public_names_exist():
     assert len(set(jaxsparse.__all__)) == len(jaxsparse.__all__)
 
 
+def test_packages_of_islands_are_imported_where_islands_are_used():
+    """They are an extra: `pip install jaxsparse` has none of them."""
+    code = "import sys, jaxsparse; print({'msgspec', 'obstore', 'safetensors'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
 def _lax_names(source):
     """Attributes of anything called lax: jax.lax.psum and lax.psum, but not wire.psum."""
     for node in ast.walk(ast.parse(source)):
