@@ -36,12 +36,11 @@ from jaxsparse.training.check import check
 from jaxsparse.training.checksums import verified, with_checksums
 from jaxsparse.training.diagnostics import diagnose
 from jaxsparse.training.gradients import grad, value_and_grad
-from jaxsparse.training.parallel import data_parallel
 from jaxsparse.training.per_worker import per_worker
 from jaxsparse.training.replicas import check_replicas
 from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
-from jaxsparse.training.stateful import StatefulExchange
+from jaxsparse.training.watching import watch
 from jaxsparse.training.weighted import mean_of, weighted
 
 # The names that a training program uses. Building blocks are in the modules imported above.
@@ -50,10 +49,8 @@ __all__ = [
     "LocalSteps",
     "PerWorker",
     "Stages",
-    "StatefulExchange",
     "check",
     "check_replicas",
-    "data_parallel",
     "diagnose",
     "error_feedback",
     "fail_at_once",
@@ -69,6 +66,7 @@ __all__ = [
     "value_and_grad",
     "verified",
     "warm_up",
+    "watch",
     "weighted",
     "wire_bytes",
     "with_checksums",

@@ -7,7 +7,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import data_parallel, local, shard, specs
+from jaxsparse import local, shard, specs
+from jaxsparse.outer.parallel import run_on_workers
 
 PARAMS = {"w": jnp.ones((40, 30)), "b": jnp.zeros(3)}
 ONE = jnp.float32(1)
@@ -28,7 +29,7 @@ def update(tx, params=PARAMS, where=3, state=None, gradient_of=local, **settings
 
     if state is None:
         state = shard((params, tx.init(params)), where)
-    return data_parallel(step, where, **settings)(state, jnp.arange(6.0))
+    return run_on_workers(step, where, **settings)(state, jnp.arange(6.0))
 
 
 def summed_gradient():
@@ -64,12 +65,8 @@ def state_of_another_tree():
     update(tx, state=shard((PARAMS, tx.init({"w": jnp.ones((50, 50))})), 3))
 
 
-def differing_output():
-    data_parallel(lambda x: {"loss": x.mean()}, mesh(3), batch_argnums=0)(jnp.arange(3.0))
-
-
 def uneven_batch():
-    data_parallel(lambda x: x.sum(), 4, batch_argnums=0)({"image": jnp.ones((6, 2))})
+    run_on_workers(lambda x: x.sum(), 4, batch_argnums=0)({"image": jnp.ones((6, 2))})
 
 
 def partitioned_over_another_axis():

@@ -8,7 +8,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxsparse
-from jaxsparse import data_parallel, shard
+from jaxsparse import shard
+from jaxsparse.outer.parallel import run_on_workers
 
 # Kernels are cut over both inner axes, over one, or over none; no axis cuts "odd".
 SHAPES = {"both": (16, 24), "one": (8, 24), "none": (12, 8), "odd": (3, 7), "bias": (8,)}
@@ -65,5 +66,5 @@ def stepper(reducer, where, via=None, **settings):
     def step(grads, state):
         return tx.update(jax.tree.map(lambda g: g[0], grads), state)
 
-    run = data_parallel(step, where, axis_name="hosts", batch_argnums=0, via=via)
+    run = run_on_workers(step, where, axis_name="hosts", batch_argnums=0, via=via)
     return run, shard(tx.init(params), where, "hosts"), params

@@ -10,7 +10,8 @@ import on_meshes as cases
 from jax.experimental import multihost_utils
 
 import jaxsparse
-from jaxsparse import data_parallel, ef21_sgdm, fail_at_once, shard, systems
+from jaxsparse import ef21_sgdm, fail_at_once, shard, systems
+from jaxsparse.outer.parallel import run_on_workers
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -24,7 +25,7 @@ def check():
     def step(grads, state):
         return tx.update(jax.tree.map(lambda g: g[0], grads), state)
 
-    run = data_parallel(step, where, axis_name="hosts", batch_argnums=0)
+    run = run_on_workers(step, where, axis_name="hosts", batch_argnums=0)
     params = cases.put(where, {name: np.zeros(s, np.float32) for name, s in cases.SHAPES.items()})
     state = shard(tx.init(params), where, "hosts")
     whole = lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True), np.float64)

@@ -25,7 +25,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse
-from jaxsparse import PerWorker, data_parallel, shard, warm_up
+from jaxsparse import PerWorker, shard, warm_up
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import SYSTEMS
 
 WORKERS = 4
@@ -99,7 +100,7 @@ def program(name):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    return data_parallel(step, mesh(), donate_argnums=0)
+    return run_on_workers(step, mesh(), donate_argnums=0)
 
 
 @functools.cache

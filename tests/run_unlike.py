@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse
-from jaxsparse import LocalSteps, data_parallel, outer, shard
+from jaxsparse import LocalSteps, outer, shard
 from jaxsparse.processes.group import Group
 
 jax.config.update("jax_platforms", "cpu")
@@ -29,19 +29,21 @@ def loss(params, batch):
     return jnp.mean(jnp.square(batch @ params["w"] - 1))
 
 
-def training(mesh, system, rate=0.1, scales=(1.0, 0.5), **settings):
+def training(mesh, system, rate=0.1, scales=(1.0, 0.5)):
     """A step, and its state as it is before `shard`."""
     tx = optax.chain(system, optax.sgd(rate))
     scales = np.float32(scales)
 
+    @jax.jit
     def step(state, batch):
         params, opt_state = state
-        grads = jax.tree.map(lambda g: g * jnp.asarray(scales)[0], jax.grad(loss)(params, batch))
+        grads = jaxsparse.grad(loss, mesh=mesh)(params, batch)
+        grads = jax.tree.map(lambda g: g * jnp.asarray(scales)[0], grads)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     params = {"w": jnp.ones(SIZE)}
-    return data_parallel(step, mesh, **settings), (params, tx.init(params))
+    return jaxsparse.watch(step, mesh), (params, tx.init(params))
 
 
 def local(mesh, rate, every=2):
@@ -91,11 +93,9 @@ def cases(mesh, is_odd):
     yield "constant", start(top_k(), scales=(1.0, 0.25) if is_odd else (1.0, 0.5))
     yield "local", local(mesh, 0.2 if is_odd else 0.1)(batch)
     yield "every", local(mesh, 0.1, every=3 if is_odd else 4)(batch)
-    scaled = data_parallel(lambda s, x: s["rate"] * jax.lax.pmean(x.mean(), "data"), mesh)
+    scaled = jaxsparse.watch(jax.jit(lambda s, x: s["rate"] * x.mean()), mesh)
     rate = replicated(mesh, {"rate": np.float32(0.2 if is_odd else 0.1)})
     yield "value", lambda: scaled(rate, batch)
-    anyhow = data_parallel(lambda s, x: s["rate"] + jnp.zeros(()), mesh, compare=False)
-    yield "uncompared", lambda: anyhow(rate, batch)
     yield "late", lambda: time.sleep(1.5 * LATE * is_odd) or scaled({"rate": np.ones(2)}, batch)
 
 
@@ -124,7 +124,7 @@ def main():
     ones = jax.make_array_from_process_local_data(
         NamedSharding(mesh, PartitionSpec("data")), np.ones(1, np.float32)
     )
-    mean = data_parallel(lambda x: jax.lax.pmean(x.mean(), "data"), mesh, batch_argnums=0)
+    mean = jaxsparse.watch(jax.jit(jnp.mean), mesh)
     Group.limit = 60.0
     jax.block_until_ready(mean(ones))
     with jaxsparse.fail_at_once(limit=LIMIT):

@@ -1,12 +1,14 @@
 """A compiled training step whose only communication is a transformation's."""
 
+import functools
 import os
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
-from jaxsparse import data_parallel, local, shard
+import jaxsparse
 
 SIZES = {"kernel": (300, 201), "bias": (201,)}
 COMPRESSED, DENSE = 300 * 201, 201
@@ -25,18 +27,24 @@ def compiled_step(tx, where, shapes=SIZES, donate=()):
     """A compiled training step whose only communication is the transformation's."""
     tx = optax.chain(tx, optax.sgd(0.1))
 
+    def loss(params, batch):
+        return sum(jnp.sum(p * p) for p in jax.tree.leaves(params)) * batch.mean()
+
+    @functools.partial(jax.jit, donate_argnums=donate)
     def step(state, batch):
         params, opt_state = state
-
-        def loss(params):
-            return sum(jnp.sum(p * p) for p in jax.tree.leaves(params)) * batch.mean()
-
-        updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params)
+        grads = jaxsparse.grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    workers = where.shape["data"]
+    def placed(tree):
+        put = lambda x, spec: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(where, spec)
+        )
+        return jax.tree.map(put, tree, jaxsparse.specs(tree))
+
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    state = jax.eval_shape(lambda p: shard((p, tx.init(p)), workers), params)
-    run = data_parallel(step, where, donate_argnums=donate)
-    lowered = run.lower(state, jax.ShapeDtypeStruct((workers,), jnp.float32))
-    return lowered.compile(compiler_options=AS_USERS)
+    with jax.set_mesh(where):
+        state = placed(jax.eval_shape(lambda p: (p, tx.init(p)), params))
+        batch = jax.ShapeDtypeStruct((where.shape["data"],), jnp.float32)
+        return step.lower(state, batch).compile(compiler_options=AS_USERS)

@@ -10,9 +10,10 @@ from supports import flat
 from workers import some
 
 import jaxsparse
-from jaxsparse import data_parallel, shard
+from jaxsparse import shard
 from jaxsparse.arrays import hashing
 from jaxsparse.feedback import store as accumulators
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Kept
 
 W = 3
@@ -25,7 +26,7 @@ def gradients(seed, scale=1.0):
 
 
 def stepper(tx, mesh=W):
-    @functools.partial(data_parallel, mesh=mesh, batch_argnums=0)
+    @functools.partial(run_on_workers, mesh=mesh, batch_argnums=0)
     def step(grads, state):
         return tx.update(jax.tree.map(lambda g: g[0], grads), state)
 

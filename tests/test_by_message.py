@@ -14,6 +14,7 @@ from workers import few, some
 import jaxsparse
 from jaxsparse import PerWorker, Stages, codecs, quantize, systems
 from jaxsparse.feedback.by_message import message_words, post, receive
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Gathered
 from jaxsparse.systems import SYSTEMS
 
@@ -90,7 +91,7 @@ def check(make, params, workers, **options):
     together, alone = make(axis_name="data", **options), make(axis_name=None, **options)
     step = lambda state, own: together.update(jax.tree.map(lambda x: x[0], own), state)[::-1]
     jit = functools.partial(jax.jit, compiler_options=AS_USERS)  # or sums may be fused elsewhere
-    step = jit(jaxsparse.data_parallel(step, workers, check=False))
+    step = jit(run_on_workers(step, workers))
     posts = jit(lambda g, state, rank: post(alone, g, state, rank=rank))
     receives = jit(lambda *given: receive(alone, *given))
     state = jaxsparse.shard(together.init(params), workers)

@@ -311,7 +311,7 @@ def test_what_others_round_stays_in_the_residual(name, workers):
     "name", some([name for name in REDUCERS if "sparcml" not in name], ["gtopk", "ok_topk"])
 )
 def test_messages_have_the_types_that_a_shard_map_checks(name):
-    """Tracing for bytes checks types, which `data_parallel` leaves out."""
+    """Tracing for bytes checks types, which steps leave out."""
     tx = error_feedback(REDUCERS[name])
     moved = traffic.traced_bytes(tx, {"w": jax.ShapeDtypeStruct((40, 50), jnp.float32)}, 4)
     assert moved.received > 0

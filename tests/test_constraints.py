@@ -11,7 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from workers import some
 
 import jaxsparse
-from jaxsparse import data_parallel, shard
+from jaxsparse import PerWorker, shard
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.training import constraints
 
 RNG = np.random.default_rng(0)
@@ -72,7 +73,7 @@ def trained(where, via, named, names_workers, rows):
     jitted = jax.jit(lambda x, w: to(jnp.cos(x @ w)), **shardings)
     tx = optax.chain(jaxsparse.top_k(0.2, momentum=0.5, is_dense=lambda *_: False), optax.sgd(0.5))
     params = jax.device_put(START, NamedSharding(where, P(None, inner or None)))
-    run = data_parallel(step_of(to, jitted, tx), where, via=via)
+    run = run_on_workers(step_of(to, jitted, tx), where, via=via)
     state, losses = shard((params, tx.init(params)), where), []
     with jax.set_mesh(where):
         for _ in range(3):
@@ -119,9 +120,8 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_the_axis_is_taken_out(case, check):
+def test_the_axis_is_taken_out(case):
     sizes, via, named = case
     where, workers = grid(*sizes), sizes[0]
     spec = P(where.axis_names, None)
@@ -130,13 +130,13 @@ def test_the_axis_is_taken_out(case, check):
     @jax.jit
     def total(x):
         x = jax.lax.with_sharding_constraint(x, sharding)
-        return {"sum": x.sum(), "axis": jax.lax.axis_index("data")}
+        return PerWorker.wrap({"sum": x.sum(), "axis": jax.lax.axis_index("data")})
 
-    run = data_parallel(total, where, via=via, batch_argnums=0, outputs="own", check=check)
+    run = run_on_workers(total, where, via=via, batch_argnums=0)
     x = np.arange(2.0 * 5 * workers, dtype=np.float32).reshape(5 * workers, 2)
     found = run(x)  # a bare specification is of this mesh, which no jax.set_mesh names
-    np.testing.assert_array_equal(found["sum"], x.reshape(workers, -1).sum(1))
-    np.testing.assert_array_equal(found["axis"], np.arange(workers))
+    np.testing.assert_array_equal(found["sum"].value, x.reshape(workers, -1).sum(1))
+    np.testing.assert_array_equal(found["axis"].value, np.arange(workers))
 
 
 # How a mesh has its axes, the step runs, and shardings are written: bare, of the whole mesh, or of
@@ -161,7 +161,7 @@ def test_a_model_that_holds_its_mesh_gives_equal_numbers(way):
     names, is_explicit = ("data", "fsdp"), kind == AxisType.Explicit
     devices = jax.devices()[:4]
     where = jax.make_mesh((2, 2), names, axis_types=(kind,) * 2, devices=devices)
-    refuses = written == "bare" and via != "vmap"  # see the docstring of data_parallel
+    refuses = written == "bare" and via != "vmap"  # see the docstring of run_on_workers
     rows = P("fsdp" if is_explicit or written == "own" or refuses else names)
     to = jax.reshard if is_explicit else jax.lax.with_sharding_constraint
 
@@ -193,7 +193,7 @@ def test_a_model_that_holds_its_mesh_gives_equal_numbers(way):
     with jax.set_mesh(where):
         x = put(INPUTS[:8], P(names))
         state = shard(tx.init(params), where)
-        updates, _, loss = data_parallel(step, where, via=via, batch_argnums=2)(params, state, x)
+        updates, _, loss = run_on_workers(step, where, via=via, batch_argnums=2)(params, state, x)
     of_one = lambda p: jnp.mean((jnp.tanh(INPUTS[:8] @ p["a"][0] @ p["a"][1]) @ p["b"]) ** 2)
     expected, gradient = jax.value_and_grad(of_one)(start)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)

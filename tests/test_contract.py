@@ -25,7 +25,8 @@ from contract import (
 from recorders import record
 from workers import MESH_SIZES, few, finished, mesh, some
 
-from jaxsparse import PerWorker, data_parallel, error_feedback, local, shard
+from jaxsparse import PerWorker, error_feedback, local, shard
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.matrices import MatrixReducer
 
 WAYS_TO_RUN = [(3, "vmap"), (3, "shard_map_unchecked"), (8, "vmap")]
@@ -146,7 +147,7 @@ def _step_and_state(name, momentum):
 @functools.cache
 def _compiled_step(name, momentum):
     step, state = _step_and_state(name, momentum)
-    return data_parallel(step, mesh(3)), shard(state, mesh(3))
+    return run_on_workers(step, mesh(3)), shard(state, mesh(3))
 
 
 @few_representatives("dense", "sketched_sgd", "omni_reduce")

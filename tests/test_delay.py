@@ -16,7 +16,8 @@ from supports import flat as flat_state
 from workers import few, on_workers, some
 
 import jaxsparse
-from jaxsparse import PerWorker, data_parallel, error_feedback, local, shard
+from jaxsparse import PerWorker, error_feedback, local, shard
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import TopK
 
 STEPS = 4
@@ -180,7 +181,7 @@ def test_a_quadratic_is_minimised_with_and_without_delay(delay):
 
     params = jnp.zeros(40)
     state = shard((params, tx.init(params)), 3)
-    params, _ = data_parallel(step, 3)(state, target)
+    params, _ = run_on_workers(step, 3)(state, target)
     start = float(jnp.sum(jnp.square(target.mean(0))))
     assert float(jnp.sum(jnp.square(params - target.mean(0)))) < 0.02 * start
 

@@ -9,8 +9,9 @@ from supports import flat
 from training import train
 from workers import few, mesh
 
-from jaxsparse import Stages, data_parallel, local, shard
+from jaxsparse import Stages, local, shard
 from jaxsparse.feedback import states_in
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import dense, dgc, ms_topk
 
 WORKERS, SHAPE, STEPS, K = 3, (40, 30), 6, 24
@@ -144,8 +145,8 @@ def test_on_devices():
     bias = np.broadcast_to(batch[:, 0, :1], (WORKERS, 30))
     (expected,), _ = describe([{"kernel": batch, "bias": bias}], 0.9, [K], 3.0)
     state = shard((PARAMS, tx.init(PARAMS)), mesh(WORKERS))
-    params, _ = data_parallel(step, mesh(WORKERS))(state, batch)
+    params, _ = run_on_workers(step, mesh(WORKERS))(state, batch)
     for name, wanted in expected.items():
         np.testing.assert_allclose(params[name], wanted, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="are equal on all 3 workers: they have been averaged"):
-        data_parallel(lambda s, b: step(s, b, is_local=False), mesh(WORKERS))(state, batch)
+        run_on_workers(lambda s, b: step(s, b, is_local=False), mesh(WORKERS))(state, batch)

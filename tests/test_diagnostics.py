@@ -18,7 +18,8 @@ from supports import flat
 from workers import some
 
 import jaxsparse
-from jaxsparse import check_replicas, data_parallel, diagnose, shard
+from jaxsparse import check_replicas, diagnose, shard
+from jaxsparse.outer.parallel import run_on_workers
 
 AXES = ("hosts", "local")
 PARAMS = {"w": jnp.zeros((50, 40)), "b": jnp.zeros(7)}
@@ -45,7 +46,7 @@ def norm(x):
 def test_norms_and_counts(mesh):
     tx = jaxsparse.top_k(0.01, bucket_size=1100)
 
-    @functools.partial(data_parallel, mesh=mesh, batch_argnums=0)
+    @functools.partial(run_on_workers, mesh=mesh, batch_argnums=0)
     def step(grads, state):
         updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
         return updates, state, diagnose((state, "anything else"), updates)
@@ -70,7 +71,7 @@ def test_by_itself_it_finds_states_in_a_trainer_and_adds_them_up():
     both = optax.partition({"w": sparse, "b": dense}, {"w": "w", "b": "b"})
     tx = optax.chain(both, optax.adam(1e-3))
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    run = data_parallel(diagnose, 3, batch_argnums=())
+    run = run_on_workers(diagnose, 3, batch_argnums=())
     report = run(shard(state, 3))
     assert [float(report.residual_norm), int(report.delivered), int(report.skipped)] == [0, 0, 0]
     assert report.update_norm is report.delivered_share is report.dropped_share is None

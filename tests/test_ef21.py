@@ -21,7 +21,8 @@ from training import train
 from workers import MESH_SIZES, mesh, some
 
 import jaxsparse
-from jaxsparse import codecs, data_parallel, ef21_sgdm, local, quantize, reshard, shard, systems
+from jaxsparse import codecs, ef21_sgdm, local, quantize, reshard, shard, systems
+from jaxsparse.outer.parallel import run_on_workers
 
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 ALL = {"is_dense": lambda path, shape: False}
@@ -57,7 +58,7 @@ def test_worked_example():
         updates, opt_state = tx.update(a[0] * x, opt_state)
         return optax.apply_updates(x, updates), opt_state
 
-    run, x = data_parallel(step, 2), jnp.ones(2)
+    run, x = run_on_workers(step, 2), jnp.ones(2)
     state = shard((x, tx.init(x)), 2)
     near = functools.partial(np.testing.assert_allclose, atol=1e-6)
     for x, v, estimates, g in (
@@ -141,7 +142,7 @@ def test_the_law_with_any_reducer(name):
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     noisy, lasting = draws(workers, shapes, steps=5), draws(workers, shapes, steps=1, seed=1)[0]
 
-    @functools.partial(data_parallel, mesh=workers, batch_argnums=(1, 2))
+    @functools.partial(run_on_workers, mesh=workers, batch_argnums=(1, 2))
     def run(state, noisy, lasting):
         first = lambda tree: jax.tree.map(lambda x: x[0], tree)
         step = lambda state, g: tx.update(g, state)[::-1]
@@ -161,7 +162,7 @@ def test_the_law_with_any_reducer(name):
         error = np.linalg.norm(np.asarray(updates[leaf]) - wanted) / np.linalg.norm(wanted)
         assert error < 0.05, error
     report = jaxsparse.diagnose
-    found = data_parallel(report, workers, batch_argnums=())(begun)
+    found = run_on_workers(report, workers, batch_argnums=())(begun)
     own = np.asarray(begun.feedback.residual["kernel"].value, np.float64).reshape(workers, -1)
     close(found.residual_norm, np.sqrt((own**2).sum(1).mean()))
 
@@ -208,7 +209,7 @@ def compiled_step():
         updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params, extra=1)
         return optax.apply_updates(params, updates), opt_state
 
-    return data_parallel(step, mesh(3)), shard((PARAMS, tx.init(PARAMS)), mesh(3))
+    return run_on_workers(step, mesh(3)), shard((PARAMS, tx.init(PARAMS)), mesh(3))
 
 
 def test_types_are_kept_and_replicas_agree():
@@ -249,7 +250,7 @@ def test_other_numbers_of_workers_keep_the_law():
             state = reshard(state, other)
             check_law(state)
         estimate = flat(state.estimate)
-        run = data_parallel(step, workers)
+        run = run_on_workers(step, workers)
         for gradients in draws(workers, shapes, steps=2):
             updates, state = run(state, gradients)
         check_law(state)
@@ -263,7 +264,7 @@ def on_mesh(where, via=None, **options):
     def step(grads, state):
         return tx.update(jax.tree.map(lambda g: g[0], grads), state)
 
-    run = data_parallel(step, where, axis_name="hosts", batch_argnums=0, via=via)
+    run = run_on_workers(step, where, axis_name="hosts", batch_argnums=0, via=via)
     return run, tx, put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
 
 
@@ -325,13 +326,3 @@ def test_misuse_names_the_argument():
     tx = ef21_sgdm(systems.TopK(0.1), axis_name=None, **ALL)
     with pytest.raises(ValueError, match=r"momentum has the leaves .*\(3,\).*\(4,\)"):
         tx.update(jnp.zeros(4), tx.init(jnp.zeros(3)))
-
-
-def test_averaged_gradients_are_refused():
-    tx = ef21_sgdm(systems.TopK(0.1), **ALL)
-
-    def step(state, batch):
-        return tx.update(jax.lax.pmean(batch[0], "data"), state)[1]
-
-    with pytest.raises(ValueError, match="all others are equal on all 3 workers"):
-        data_parallel(step, mesh(3))(shard(tx.init(jnp.zeros(4)), mesh(3)), jnp.ones((3, 4)))

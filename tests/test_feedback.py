@@ -17,7 +17,8 @@ from training import train
 from workers import few, mesh, on_workers, some
 
 import jaxsparse
-from jaxsparse import PerWorker, codecs, data_parallel, local, shard, traffic
+from jaxsparse import PerWorker, codecs, local, shard, traffic
+from jaxsparse.outer.parallel import run_on_workers
 
 
 def padded(rows, size=601):
@@ -133,7 +134,7 @@ def parallel_step(tx, **settings):
         updates, opt_state = tx.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    return data_parallel(step, mesh(3), **settings)
+    return run_on_workers(step, mesh(3), **settings)
 
 
 def sharded(tx):
@@ -236,11 +237,11 @@ def test_a_scan_over_steps_equals_single_steps(compress):
     def epoch(state, batch):
         return jax.lax.scan(step, state, jnp.stack([batch] * 3))[0]
 
-    once = data_parallel(lambda state, batch: step(state, batch)[0], mesh(3))
+    once = run_on_workers(lambda state, batch: step(state, batch)[0], mesh(3))
     state = sharded(tx)
     for _ in range(3):
         state = once(state, BATCH)
-    scanned = data_parallel(epoch, mesh(3))(sharded(tx), BATCH)
+    scanned = run_on_workers(epoch, mesh(3))(sharded(tx), BATCH)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), scanned, state
     )
@@ -274,7 +275,7 @@ def test_accumulation_inside_the_step_exchanges_once(compress):
         updates, opt_state = tx.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    accumulated = data_parallel(step, mesh(3))
+    accumulated = run_on_workers(step, mesh(3))
     whole = parallel_step(tx)
     state = sharded(tx)
     jax.tree.map(
@@ -393,7 +394,7 @@ def two_workers(simulated):
     where = 2 if simulated else mesh(2)
     step = lambda state, gradient: tx.update(jax.tree.map(lambda x: x[0], gradient), state)
     state = shard(tx.init({"w": jnp.zeros(ODD)}), where)
-    return jaxsparse.data_parallel(step, where), state
+    return run_on_workers(step, where), state
 
 
 @pytest.mark.parametrize("position", few([0, 50_000, 50_149, 50_150, 100_299], [50_149, 100_299]))
@@ -412,9 +413,10 @@ def test_one_nan_in_many_elements_skips_the_step(position, simulated):
 
 LOWERED = """
 import jax, jax.numpy as jnp, jaxsparse
+from jaxsparse.outer.parallel import run_on_workers
 tx = jaxsparse.top_k(0.1, momentum=0.9)
 params, grads = ({name: jnp.zeros((n, 30)) for name in "abcdefgh"} for n in (40, 80))
-step = jaxsparse.data_parallel(lambda state, grads: tx.update(grads, state), 2, check=False)
+step = run_on_workers(lambda state, grads: tx.update(grads, state), 2)
 print(jax.jit(step).lower(jaxsparse.shard(tx.init(params), 2), grads).as_text())
 """
 
@@ -481,7 +483,7 @@ def test_momentum_without_uncompressed_elements(simulated, delay):
     def step(grads, state):
         return tx.update({"w": grads[0], "nothing": local(params["nothing"])}, state)
 
-    step = data_parallel(step, where, batch_argnums=0)
+    step = run_on_workers(step, where, batch_argnums=0)
     for _ in range(2):
         updates, state = step(jnp.ones((2, 40)), state)
     assert jnp.count_nonzero(updates["w"]) == 4
@@ -514,7 +516,7 @@ def test_a_skipped_step_keeps_the_sign_of_zero_beside_16_bit_leaves():
 @pytest.mark.parametrize("algorithm", ["split_allgather", "ring"])
 def test_a_partial_sum_that_overflows_and_finds_no_room_does_not_stay_inf(algorithm):
     tx = jaxsparse.sparcml(4, 8, algorithm=algorithm, union_factor=0.5, is_dense=lambda *_: False)
-    step = data_parallel(lambda g, s: tx.update({"w": g[0]}, s), 2, batch_argnums=0)
+    step = run_on_workers(lambda g, s: tx.update({"w": g[0]}, s), 2, batch_argnums=0)
     state = shard(tx.init({"w": jnp.zeros(32)}), 2)
     for value in (3e38, 0.0, 0.0):
         updates, state = step(jnp.full((2, 32), value), state)
@@ -527,7 +529,7 @@ def test_a_partial_sum_that_overflows_and_finds_no_room_does_not_stay_inf(algori
 def test_a_huge_gradient_does_not_stop_momentum_for_ever(delay):
     """Residual and momentum of the first step add up beyond float32 in all later ones."""
     tx = jaxsparse.top_k(0.1, momentum=0.9, delay=delay, is_dense=lambda *_: False)
-    step = data_parallel(lambda g, s: tx.update({"w": g[0]}, s), 2, batch_argnums=0)
+    step = run_on_workers(lambda g, s: tx.update({"w": g[0]}, s), 2, batch_argnums=0)
     state = shard(tx.init({"w": jnp.zeros(32)}), 2)
     gradients = jnp.zeros((4, 2, 32)).at[0, :, 5].set(2e38).at[2:, :, 9].set(1.0)
     delivered = 0

@@ -9,7 +9,8 @@ import pytest
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import data_parallel, shard, systems
+from jaxsparse import shard, systems
+from jaxsparse.outer.parallel import run_on_workers
 
 W, STEPS = 3, 3
 INPUTS = np.random.default_rng(0).normal(size=(12, 8)).astype(np.float32)
@@ -110,7 +111,7 @@ def test_a_full_budget_trains_as_without_an_exchange(case):
     optimizer = optax.sgd(0.1, momentum=0.9)
     plain, tx = FREEZING[kind](optimizer), FREEZING[kind](EXCHANGES[name](), optimizer)
     expected, found = (params, plain.init(params)), shard((params, tx.init(params)), mesh(W))
-    run = data_parallel(step_of(tx), mesh(W), donate_argnums=0)
+    run = run_on_workers(step_of(tx), mesh(W), donate_argnums=0)
     run_plain = jax.jit(step_of(plain))
     for _ in range(STEPS):
         expected, found = run_plain(expected, INPUTS), run(found, INPUTS)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import some
 
 import jaxsparse
+from jaxsparse.outer.parallel import run_on_workers
 
 CLIPPED = lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
@@ -127,7 +128,7 @@ def test_the_state_has_rows_and_means_are_exchanged():
         params, state = carried
         return tx.update(jax.grad(loss_of)(params, batch), state, params)
 
-    other = jaxsparse.data_parallel(one, mesh, check=False)
+    other = run_on_workers(one, mesh)
     wanted = jaxsparse.wire_bytes(other, (params, state), batch, mesh=mesh)
     assert found.received == wanted.received > 0
     assert found.payload == wanted.payload

@@ -14,6 +14,7 @@ from workers import mesh
 
 import jaxsparse
 from jaxsparse.arrays import layout
+from jaxsparse.outer.parallel import run_on_workers
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -164,7 +165,7 @@ def test_many_leaves_share_kernels():
         gradients = jax.tree.map(lambda p: p + batch[0], params)
         return tx.update(gradients, state)
 
-    run = jaxsparse.data_parallel(step, mesh(2), check=False)
+    run = run_on_workers(step, mesh(2))
     state = jaxsparse.shard(tx.init(params), mesh(2))
     compiled = run.lower(state, jnp.float32([1, 2])).compile()
     updates, state = compiled(state, jnp.float32([1, 2]))

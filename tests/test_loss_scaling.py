@@ -14,6 +14,7 @@ from workers import some
 
 import jaxsparse
 from jaxsparse import systems
+from jaxsparse.outer.parallel import run_on_workers
 
 
 @pytest.mark.slow
@@ -56,7 +57,7 @@ def trained_with_a_scale_of_its_own(when_skipped):
 
     start = jnp.zeros(4)
     state = jaxsparse.shard((start, tx.init(start), jnp.float32(2**20)), 3)
-    run_, losses, scales = jaxsparse.data_parallel(step, 3), [], []
+    run_, losses, scales = run_on_workers(step, 3), [], []
     batch = jnp.float32([[1], [2], [30]]) * jnp.ones((3, 4))
     for _ in range(12):
         state, loss = run_(state, batch)
@@ -118,7 +119,7 @@ def test_all_devices_of_a_worker_see_it(via):
     tx = jaxsparse.top_k(0.1, when_skipped="nan", mesh=grid)
     params = {"w": jnp.zeros((64, 64))}
     step = lambda state, g: tx.update({"w": g[0]}, state)[::-1]
-    run_ = jaxsparse.data_parallel(step, grid, via=via)
+    run_ = run_on_workers(step, grid, via=via)
     state, updates = run_(tx.init(params), jnp.ones((2, 64, 64)).at[1, 50, 3].set(np.nan))
     assert int(state.skipped) == 1
     assert np.isnan(updates["w"]).all()

@@ -9,9 +9,10 @@ import pytest
 from supports import flat
 from workers import some
 
-from jaxsparse import data_parallel, error_feedback, partition, shard
+from jaxsparse import error_feedback, partition, shard
 from jaxsparse.arrays.settings import Stages
 from jaxsparse.comm import wire
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Kept, Leaf, Reducer, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.systems import TopK
@@ -48,7 +49,7 @@ def delivered(tx, steps=1):
     def step(state, gradients):
         return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
 
-    run, state, found = data_parallel(step, WORKERS), shard(tx.init(params), WORKERS), []
+    run, state, found = run_on_workers(step, WORKERS), shard(tx.init(params), WORKERS), []
     for i in range(steps):
         updates, state = run(state, jax.tree.map(lambda g, i=i: g * (i == 0), gradients()))
         found.append(jax.device_get(updates))

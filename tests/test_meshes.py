@@ -20,9 +20,10 @@ from on_meshes import MESHES, NAMES, SHAPES, SPECS, gradients, is_bias, mesh, on
 from workers import some
 
 import jaxsparse
-from jaxsparse import PerWorker, data_parallel, reshard, shard, traffic
+from jaxsparse import PerWorker, reshard, shard, traffic
 from jaxsparse.comm import meshes
 from jaxsparse.feedback.sharded import exchanged_specs
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import OmniReduce
 from jaxsparse.systems.dense import Dense
 
@@ -217,7 +218,7 @@ def test_copies_of_a_rounded_momentum_stay_equal(shape):
     )
     params = put(where, {name: jnp.zeros(s) for name, s in SHAPES.items()})
     state = shard(tx.init(params), where, "hosts")
-    step = data_parallel(
+    step = run_on_workers(
         lambda g, s: tx.update(jax.tree.map(lambda x: x[0] / 7, g), s),
         where,
         axis_name="hosts",
@@ -252,7 +253,7 @@ def test_what_else_crosses_hosts_is_named_once():
         own = jnp.square(x @ params).sum(0, keepdims=True)
         return params + jax.lax.pmean(own, "hosts")
 
-    run = data_parallel(step, where, axis_name="hosts")
+    run = run_on_workers(step, where, axis_name="hosts")
     params = jax.device_put(jnp.ones((16, 2048)), NamedSharding(where, P(None, "tp")))
     x = jax.device_put(jnp.ones((4, 16)), NamedSharding(where, P("hosts")))
     with pytest.warns(UserWarning, match=r"1 collectives of the step cross 'hosts'.*all-reduce"):
@@ -317,11 +318,11 @@ def test_sharded_training_is_dense_training(shape):
     dense = jax.jit(make_step(where, DENSE))
     expected = start(where), DENSE.init(start(where))
     tx = optax.chain(jaxsparse.top_k(1.0, axis_name="hosts", is_dense=lambda *_: False), DENSE)
-    run = data_parallel(make_step(where, tx), where, axis_name="hosts", batch_argnums=2)
+    run = run_on_workers(make_step(where, tx), where, axis_name="hosts", batch_argnums=2)
     params = start(where)
     state = params, shard(tx.init(params), where, "hosts")
     exact = optax.chain(jaxsparse.dense(axis_name="hosts"), DENSE)
-    plain = data_parallel(make_step(where, exact), where, axis_name="hosts", batch_argnums=2)
+    plain = run_on_workers(make_step(where, exact), where, axis_name="hosts", batch_argnums=2)
     plainly = start(where), shard(exact.init(start(where)), where, "hosts")
     flops = [
         f.lower(*s, batches[0]).compile().cost_analysis()["flops"]
@@ -372,7 +373,7 @@ def test_a_data_axis_is_split_into_slices_and_their_devices():
     for density in (1.0, 0.05):
         sent = jaxsparse.top_k(density, axis_name="slices", is_dense=lambda *_: False)
         tx = optax.chain(sent, inner)
-        run = data_parallel(step_of(tx, mean), where, axis_name="slices")
+        run = run_on_workers(step_of(tx, mean), where, axis_name="slices")
         runs[density] = run, shard((start(where), tx.init(start(where))), where, "slices")
     plain, expected = jax.jit(step_of(inner)), (start(one), inner.init(start(one)))
     run, state = runs[1.0]
@@ -408,7 +409,7 @@ def test_convolutions_get_shard_map():
     w = jax.device_put(jnp.ones((8, 4, 3, 3)), NamedSharding(where, P("tp")))
     x = jax.device_put(jnp.ones((8, 4, 8, 8)), NamedSharding(where, P(("hosts", "fsdp"))))
     state = shard(tx.init({"w": w}), where, "hosts")
-    run = data_parallel(step, where, axis_name="hosts", batch_argnums=2)
+    run = run_on_workers(step, where, axis_name="hosts", batch_argnums=2)
     compiled = run.lower({"w": w}, state, x).compile()
     strays = traffic.crossing(compiled, axis_name="hosts", mesh=where, outside=meshes.SCOPE)
     assert sum(stray.received_bytes for stray in strays) <= 16, list(map(str, strays))
@@ -439,7 +440,7 @@ def test_explicit_axes(kinds, cut):
     w = jax.device_put(jnp.ones((16, 8)), NamedSharding(where, P(*cut)))
     batch = {"E": P(("hosts", "fsdp")), "A": P("hosts")}[kinds[1]]
     x = np.arange(8.0 * 16, dtype=np.float32).reshape(8, 16)
-    run = data_parallel(step, where, axis_name="hosts", batch_argnums=2)
+    run = run_on_workers(step, where, axis_name="hosts", batch_argnums=2)
     with jax.set_mesh(where):
         state = (jax.jit(tx.init) if kinds == "EEE" else tx.init)({"w": w})
     state = shard(state, where, "hosts")
@@ -447,36 +448,6 @@ def test_explicit_axes(kinds, cut):
         params, state = run({"w": w}, state, jax.device_put(x, NamedSharding(where, batch)))
     expected = 1 - np.broadcast_to(x.reshape(2, 4, 16).sum(1).mean(0)[:, None], (16, 8))
     np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kinds", [*some(["EEE", "EAA", "AEE"], ["EEE"])])
-def test_explicit_axes_are_checked(kinds):
-    """The check, which does not communicate, reads partitions from types, as the step does."""
-    types = tuple({"A": AxisType.Auto, "E": AxisType.Explicit}[kind] for kind in kinds)
-    where = jax.make_mesh((2, 2, 2), NAMES, axis_types=types)
-    out = P("fsdp", "tp") if kinds[1] == "E" else None
-    tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=lambda *_: False)
-
-    def loss_of(w, x):
-        return jnp.mean(jnp.square(jnp.einsum("bi,ij->bj", x, w, out_sharding=out)))
-
-    def differs(params, state, x):
-        loss, grad = jax.value_and_grad(loss_of)(params["w"], x)
-        updates, state = tx.update({"w": grad}, state)
-        return updates, state, loss
-
-    def averaged(params, state, x):
-        grad = jax.lax.pmean(jax.grad(loss_of)(params["w"], x), "hosts")
-        return tx.update({"w": grad}, state)
-
-    params = {"w": jax.device_put(jnp.ones((16, 8)), NamedSharding(where, P("fsdp", "tp")))}
-    state = shard(tx.init(params), where, "hosts")
-    batch = P(("hosts", "fsdp")) if kinds[1] == "E" else P("hosts")
-    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(where, batch))
-    for step, complaint in ((differs, r"output\[2\] differs"), (averaged, "averaged already")):
-        run = data_parallel(step, where, axis_name="hosts", batch_argnums=2)
-        with pytest.raises(ValueError, match=complaint):
-            run(params, state, x)
 
 
 def test_an_exchange_of_what_no_worker_has_alone_runs_and_keeps_its_momentum():
@@ -489,12 +460,11 @@ def test_an_exchange_of_what_no_worker_has_alone_runs_and_keeps_its_momentum():
         )
         params = put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
         state = shard(tx.init(params), where, "hosts")
-        step = data_parallel(
+        step = run_on_workers(
             lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
             where,
             axis_name="hosts",
             batch_argnums=0,
-            check=False,
         )
         for seed in range(2):
             updates, state = step(put(where, gradients(2, seed), "hosts"), state)
@@ -631,7 +601,7 @@ def test_training_goes_on_with_other_hosts_and_another_inner_mesh(name):
             if state is None
             else reshard(state, where, "hosts", like=start)
         )
-        step = data_parallel(
+        step = run_on_workers(
             lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
             where,
             axis_name="hosts",
@@ -759,7 +729,7 @@ def test_an_nnx_optimizer_with_sharded_parameters():
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), jax.lax.pmean(loss, "hosts")
 
-    run = data_parallel(step, where, axis_name="hosts")
+    run = run_on_workers(step, where, axis_name="hosts")
     state = shard(state, where, "hosts")
     x = jax.device_put(
         np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32),
@@ -778,6 +748,7 @@ def test_an_nnx_optimizer_with_sharded_parameters():
 LOOKUP = """
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jaxsparse.outer.parallel import run_on_workers
 
 mesh = jax.make_mesh((2, 2, 2), ("hosts", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)
 table = jax.device_put(jnp.ones((32, 16)), NamedSharding(mesh, P(None, "fsdp")))
@@ -796,7 +767,7 @@ jax.jit(lookup).lower(table, tokens).compile()
 
 @pytest.mark.slow
 def test_xla_still_ends_the_process_on_a_lookup_in_a_partly_manual_step():
-    """If this fails, a release has mended it. Say so where `data_parallel` warns of it."""
+    """If this fails, a release has mended it. Say so where `run_on_workers` warns of it."""
     done = subprocess.run([sys.executable, "-c", LOOKUP], capture_output=True, text=True)
     assert done.returncode != 0
     assert "partition_group_list" in done.stderr, done.stderr[-2000:]
@@ -822,7 +793,7 @@ def test_orbax_restores_on_another_inner_mesh_and_diagnose_reads_it(tmp_path):
         np.testing.assert_array_equal(restored.residual[name].value, node.value)
         assert restored.residual[name].value.sharding == start.residual[name].value.sharding
     reports = [
-        data_parallel(
+        run_on_workers(
             functools.partial(jaxsparse.diagnose, axis_name="hosts"),
             where,
             axis_name="hosts",

@@ -10,8 +10,9 @@ from on_meshes import SHAPES, gradients, is_bias, mesh, put, stepper
 from workers import some
 
 import jaxsparse
-from jaxsparse import data_parallel, shard, traffic
+from jaxsparse import shard, traffic
 from jaxsparse.comm import meshes
+from jaxsparse.outer.parallel import run_on_workers
 
 # Rows that adapt messages to a device's shard are refused: see test_refused.
 ROWS = [name for name, case in CASES.items() if not case.reducer.adapts_messages]
@@ -135,7 +136,7 @@ def test_a_device_sends_the_messages_of_its_shards_and_no_more(name):
         is_dense=lambda path, shape: is_bias(path, shape) or "odd" in path,
     )
     params = {leaf: jnp.zeros(shape) for leaf, shape in shapes.items()}
-    plain = data_parallel(
+    plain = run_on_workers(
         lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
         alone,
         axis_name="hosts",

@@ -8,9 +8,10 @@ import pytest
 from steps import compiled_step
 from workers import mesh, on_workers
 
-from jaxsparse import Stages, data_parallel, error_feedback, local, shard, traffic
+from jaxsparse import Stages, error_feedback, local, shard, traffic
 from jaxsparse.arrays import layout
 from jaxsparse.feedback import partition
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import (
     Dense,
     Dragonn,
@@ -173,7 +174,7 @@ def test_composes_with_an_optimizer_and_stages():
         updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    run = data_parallel(step, mesh(2))
+    run = run_on_workers(step, mesh(2))
     state = shard((params, tx.init(params)), mesh(2))
     for _ in range(3):
         state = run(state, jnp.ones(2, jnp.float32))

@@ -12,8 +12,9 @@ from reference_low_rank import powersgd as reference
 from steps import compiled_step
 from workers import MESH_SIZES, finished, mesh, on_workers, some
 
-from jaxsparse import Stages, data_parallel, powersgd, reshard, shard, traffic
+from jaxsparse import Stages, powersgd, reshard, shard, traffic
 from jaxsparse.comm import wire
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.matrices import Matrix
 from jaxsparse.systems.powersgd import PowerSGD, PowerState, _orthonormal
 
@@ -208,7 +209,7 @@ def stepper(iteration):
     stages = Stages((None, 2), (1,))
     tx = powersgd(stages, iteration=iteration, stacked="layers", is_dense=lambda *_: False)
     step = lambda state, g: tx.update(jax.tree.map(lambda x: x[0], g), state)
-    return data_parallel(step, 3), shard(tx.init(params()), 3)
+    return run_on_workers(step, 3), shard(tx.init(params()), 3)
 
 
 def draws(seed):

@@ -10,8 +10,9 @@ import pytest
 from recorders import record
 from workers import feedback_loop, few, finished, mesh, on_workers
 
-from jaxsparse import codecs, data_parallel, shard, traffic
+from jaxsparse import codecs, shard, traffic
 from jaxsparse.arrays.settings import Stages
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.quantize import Format
 from jaxsparse.systems import PowerSGD, Quantized, TopK, dense, random_k
 from jaxsparse.systems.random_k import RandomK
@@ -218,7 +219,7 @@ def test_cocktail_sgd_sends_a_hundredth_of_the_bits():
         return state, updates
 
     state = shard(tx.init(jnp.zeros(size)), mesh(workers))
-    moved = traffic.wire_bytes(data_parallel(step, mesh(workers)), state, jnp.ones(workers))
+    moved = traffic.wire_bytes(run_on_workers(step, mesh(workers)), state, jnp.ones(workers))
     assert size / 100 < moved.received < 4 * size / 100  # from the one other worker
 
 

@@ -14,7 +14,8 @@ from misuse import ONE, PARAMS, sketched, update
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import PerWorker, data_parallel, diagnose, reshard, shard
+from jaxsparse import PerWorker, diagnose, reshard, shard
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.quantize import QSGD
 from jaxsparse.systems.quantized import Quantized
 
@@ -61,32 +62,7 @@ def traced_without_specs():
 
 def modules_as_arguments():
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    data_parallel(lambda model, x: model(x).mean(), 2)(model, jnp.ones((4, 4)))
-
-
-@jax.tree_util.register_pytree_node_class
-class NamedRows:
-    """An array with named axes, which knows their sizes, as haliax has it."""
-
-    def __init__(self, array, rows):
-        if hasattr(array, "shape") and array.shape[0] != rows:
-            raise ValueError(f"{array.shape[0]} rows are not {rows}")
-        self.array, self.rows = array, rows
-
-    def tree_flatten(self):
-        return (self.array,), self.rows
-
-    @classmethod
-    def tree_unflatten(cls, rows, children):
-        return cls(*children, rows)
-
-
-def batch_with_named_axes():
-    data_parallel(lambda s, b: s, 2)(ONE, {"tokens": NamedRows(jnp.ones(4), 4)})
-
-
-def batch_by_name():
-    data_parallel(lambda state, batch: state, 2, batch_argnums=1)(ONE, batch=jnp.ones(4))
+    run_on_workers(lambda model, x: model(x).mean(), 2)(model, jnp.ones((4, 4)))
 
 
 ROWS = jnp.arange(6.0)
@@ -137,21 +113,14 @@ REFUSED = {
     "need per-worker float32": another_accumulator,
     "the state was made for other settings": state_of_another_system,
     "the state was made for another transformation": state_of_another_kind,
-    "differs between workers": misuse.differing_output,
-    "names no output of the step": lambda: data_parallel(
-        lambda s, b: s, 2, outputs={"loss": "mean"}
-    )(ONE, jnp.ones(4)),
-    "no exchange of jaxsparse ran": lambda: update(optax.sgd(0.1)),
     "has an exchange of jaxsparse, or another per_worker": exchange_in_per_worker,
     "differentiate its state, as in": lambda: jaxsparse.grad(of_rows, workers=2)(
         nnx.Linear(4, 4, rngs=nnx.Rngs(0)), ROWS
     ),
     "whose changes inside the step would be lost": modules_as_arguments,
-    "takes positional arguments only": batch_by_name,
     "which is no array": lambda: shard({"name": "adam"}, 2),
     "cannot share equally": misuse.uneven_batch,
-    "refuses a worker's share of its rows": batch_with_named_axes,
-    "is a scalar in a batch": lambda: data_parallel(lambda s, b: s, 2)(ONE, {"scale": ONE}),
+    "is a scalar in a batch": lambda: run_on_workers(lambda s, b: s, 2)(ONE, {"scale": ONE}),
     "is partitioned over devices": misuse.partitioned_over_another_axis,
     "there is no mean to carry over": lambda: reshard(PerWorker(np.arange(4)), 3),
     "would be compressed": lambda: sketched().init({"b": jnp.zeros(3)}),

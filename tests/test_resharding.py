@@ -13,8 +13,9 @@ from flax.training.train_state import TrainState
 from supports import flat
 
 import jaxsparse
-from jaxsparse import PerWorker, data_parallel, reshard, shard
+from jaxsparse import PerWorker, reshard, shard
 from jaxsparse.collectives.spardl import Adaptation
+from jaxsparse.outer.parallel import run_on_workers
 
 COUNTS = (1, 2, 3, 5, 6, 8, 16, 256)
 
@@ -154,7 +155,7 @@ def test_a_tree_restored_by_name_gets_its_structure_again():
 
 
 def sums_of_updates(tx, state, params, grads, workers):
-    @functools.partial(data_parallel, mesh=workers, batch_argnums=0)
+    @functools.partial(run_on_workers, mesh=workers, batch_argnums=0)
     def step(grads, state):
         grads = jax.tree.map(lambda g: g[0], grads)
         return tx.update(grads, state, params)
@@ -248,7 +249,7 @@ class TestRefused:
         state = shard(tx.init(params), 8)
         with pytest.raises(ValueError, match=r"spread over 8.*jaxsparse\.reshard\(state, mesh\)"):
             shard(state, 6)
-        step = data_parallel(lambda state: state, 6, batch_argnums=())
+        step = run_on_workers(lambda state: state, 6, batch_argnums=())
         with pytest.raises(ValueError, match=r"for 8 workers.*jaxsparse\.reshard\(state, mesh\)"):
             step(state)
 

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import PerWorker, data_parallel, local, shard, specs, traffic
+from jaxsparse import PerWorker, local, shard, specs, traffic
+from jaxsparse.outer.parallel import run_on_workers
 
 P = PartitionSpec
 FEATURES = np.random.default_rng(0).normal(size=(24, 8)).astype(np.float32)
@@ -96,11 +97,11 @@ RUNS_ON = {
 
 
 @functools.cache
-def train(framework, where, check=True):
+def train(framework, where):
     step, state = setup(framework)
     devices = RUNS_ON[where]()
     state = shard(state, devices)
-    run = data_parallel(step, devices, batch_argnums=(1, 2), check=check)
+    run = run_on_workers(step, devices, batch_argnums=(1, 2))
     losses = []
     for _ in range(6):
         state, loss = run(state, FEATURES, LABELS)
@@ -136,13 +137,7 @@ def test_a_trainer_learns(trained):
             assert leaf.sharding.is_equivalent_to(
                 jax.sharding.NamedSharding(RUNS_ON[where](), expected), leaf.ndim
             ), path
-    # A simulation has one device, which needs no replication check. With the check or without it,
-    # and on either kind of mesh, the numbers are the same.
     np.testing.assert_allclose(losses, train(framework, "auto")[0], rtol=1e-5)
-
-
-def test_unchecked_replication_gives_the_same_numbers():
-    np.testing.assert_array_equal(train("linen", "auto", False)[0], train("linen", "auto")[0])
 
 
 def test_specs_find_per_worker_arrays_by_type_and_by_path():
@@ -176,7 +171,7 @@ def test_what_is_no_array_is_named(put):
 
 def test_the_number_of_workers_may_be_numpys():
     spread = shard(PerWorker.wrap(jnp.zeros(2)), np.int64(3))
-    assert data_parallel(lambda s, x: s, np.int64(3))(spread, jnp.ones(3)).value.shape == (3, 2)
+    assert run_on_workers(lambda s, x: s, np.int64(3))(spread, jnp.ones(3)).value.shape == (3, 2)
 
 
 def test_shard_accepts_replicated_arrays_on_meshes_of_several_axes():
@@ -200,37 +195,14 @@ def test_shard_brings_arrays_from_other_devices():
 def test_shard_copies_keys_too(where):
     where = mesh(1) if where == "mesh" else where
     key = jax.random.key(0)
-    run = data_parallel(lambda k, x: jax.random.fold_in(k, 1), where, donate_argnums=0)
+    run = run_on_workers(lambda k, x: jax.random.fold_in(k, 1), where, donate_argnums=0)
     run(shard(key, where), jnp.ones(1))
     jax.random.key_data(key) + jnp.uint32(0)  # the original key was not donated
 
 
 def test_negative_batch_argnums_count_from_the_last():
-    run = data_parallel(lambda s, b: s + b.shape[0], mesh(3), batch_argnums=-1)
+    run = run_on_workers(lambda s, b: s + b.shape[0], mesh(3), batch_argnums=-1)
     assert run(jnp.int32(0), jnp.ones(6)) == 2
-
-
-def test_a_part_of_the_batch_that_is_not_named_is_warned_of():
-    step = lambda table, x, y: jax.lax.pmean(jnp.sum(x) * jnp.sum(y) * jnp.sum(table), "data")
-    x, y, table = jnp.ones((4, 2)), jnp.ones(4), jnp.ones(3)
-    with pytest.warns(UserWarning, match=r"arguments \[2\] have as.*batch_argnums=\(1, 2\)"):
-        data_parallel(step, 2)(table, x, y)
-    data_parallel(step, 2, check=False)(table, x, y)
-    data_parallel(step, 1)(table, x, y)
-    data_parallel(step, 2, batch_argnums=(1, 2))(table, x, y)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_moments_that_lie_in_parts_on_the_workers_axis_are_warned_of(kind):
-    where = mesh(2, kind)
-    moments = jax.device_put(jnp.ones(4), NamedSharding(where, P("data")))
-    step = lambda state, x: {"mu": state["mu"] + jax.lax.pmean(jnp.sum(x), "data")}
-    run = data_parallel(step, where)
-    with pytest.warns(UserWarning, match=r"argument 0\['mu'\] is split over 'data', the axis of"):
-        after = run({"mu": moments}, jnp.ones(6))
-    assert after["mu"].sharding.is_fully_replicated  # it says so
-    rows = jax.device_put(jnp.ones(6), NamedSharding(where, P("data")))
-    run(after, rows)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -243,19 +215,19 @@ def test_a_state_that_each_device_holds_whole_is_warned_of(kind):
     x, state = jnp.ones(4), PerWorker(jnp.zeros((2, 3)))
     copied, split = (jax.device_put(state, NamedSharding(where, spec)) for spec in (P(), P("data")))
     for each in state, split:  # an array on one device is not everywhere
-        data_parallel(step, where)(each, x)
-        jax.jit(data_parallel(step, where))(each, x)
+        run_on_workers(step, where)(each, x)
+        jax.jit(run_on_workers(step, where))(each, x)
     with pytest.warns(UserWarning, match=warning):
-        data_parallel(step, where)(copied, x)
+        run_on_workers(step, where)(copied, x)
     if kind == AxisType.Explicit:  # a trace knows of these alone
         with pytest.warns(UserWarning, match=warning):
-            jax.jit(data_parallel(step, where))(copied, x)
+            jax.jit(run_on_workers(step, where))(copied, x)
 
 
 def test_shard_copies():
     tree = shard({"b": jnp.arange(3.0)}, mesh(1))
     given = {"b": jnp.arange(3.0)}
-    data_parallel(lambda t, x: t, mesh(1), donate_argnums=0)(shard(given, mesh(1)), jnp.ones(1))
+    run_on_workers(lambda t, x: t, mesh(1), donate_argnums=0)(shard(given, mesh(1)), jnp.ones(1))
     np.testing.assert_array_equal(given["b"], tree["b"])
 
 
@@ -270,28 +242,14 @@ def test_per_worker_outputs_come_back_stacked(where):
     def step(x):
         return {"max": PerWorker.wrap(x.max()), "mean": jax.lax.pmean(x.mean(), "data")}
 
-    run = data_parallel(step, mesh(3) if where == "mesh" else where, batch_argnums=0)
+    run = run_on_workers(step, mesh(3) if where == "mesh" else where, batch_argnums=0)
     out = run(jnp.arange(6.0))
     np.testing.assert_array_equal(out["max"].value, [1, 3, 5])
     np.testing.assert_array_equal(out["mean"], 2.5)
 
 
-def test_step_is_traced_twice_per_shape():
-    traces = []
-
-    def step(state, x):
-        traces.append(x.shape)
-        return state + jax.lax.pmean(x.mean(), "data")
-
-    run = data_parallel(step, mesh(3))
-    for _ in range(3):
-        run(jnp.float32(0), jnp.ones(6))
-    run(jnp.float32(0), jnp.ones(9))
-    assert traces == [(2,), (2,), (3,), (3,)]  # each shape once more for the check
-
-
 def test_no_dense_all_reduce_of_a_compressed_bucket_is_left():
-    run = data_parallel(linen_step, mesh(8), batch_argnums=(1, 2))
+    run = run_on_workers(linen_step, mesh(8), batch_argnums=(1, 2))
     compiled = run.lower(shard(linen_state(), mesh(8)), FEATURES, LABELS).compile()
     sent = traffic.wire_bytes(compiled)
     compressed, dense, sketch, candidates, loss = 8 * 64 + 64 * 2, 64 + 2, 3 * 60, 4 * 40, 1
@@ -320,46 +278,6 @@ def test_gradients_are_local_and_a_loss_may_be_averaged_before(where):
         of_mean = jax.grad(lambda p, x: jax.lax.pmean(loss(p, x), "data"))(p, x)
         return [PerWorker.wrap(g) for g in (*own, of_mean)]
 
-    run = data_parallel(step, mesh(3) if where == "mesh" else where)
+    run = run_on_workers(step, mesh(3) if where == "mesh" else where)
     for gradients in run(jnp.float32(1), jnp.array([1.0, 2.0, 4.0])):
         np.testing.assert_array_equal(gradients.value, [1, 2, 4])
-
-
-@pytest.mark.parametrize(
-    "case",
-    some(
-        [(how, where) for how in ("jit", "scan") for where in (3, "mesh")],
-        [("scan", "mesh")],
-    ),
-    ids=str,
-)
-def test_the_check_leaves_no_trace_of_itself(case):
-    """JAX keeps the traces of jitted or looped functions for all later callers."""
-    how, where = case
-    tx = jaxsparse.top_k(0.25, is_dense=lambda *_: False)
-
-    def body(carry, _):
-        grads, state = carry
-        updates, state = tx.update(grads, state)
-        return (grads, state), updates
-
-    update = {
-        "jit": jax.jit(tx.update),
-        "scan": lambda grads, state: [
-            part[0] if i == 0 else part
-            for i, part in enumerate(jax.lax.scan(body, (grads, state), length=1)[::-1])
-        ],
-    }[how]
-
-    def step(grads, state):
-        return update(grads[0], state)[0]
-
-    where = mesh(3) if where == "mesh" else where
-    grads = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)), jnp.float32)
-    state = shard(tx.init(jnp.zeros(40)), where)
-    first = data_parallel(step, where, batch_argnums=0)(grads, state)
-    assert 10 <= np.count_nonzero(first) <= 30
-    unchecked = data_parallel(step, where, batch_argnums=0, check=False)(grads, state)
-    np.testing.assert_array_equal(first, unchecked)
-    own = jax.vmap(lambda g: update(g, tx.init(g))[0], axis_name="data", out_axes=None)
-    np.testing.assert_array_equal(own(grads), first)

@@ -14,8 +14,9 @@ from fuzzing import SUPPORTS, Data, Leaf, Program, check, compiled
 from workers import few, some
 
 import jaxsparse
-from jaxsparse import data_parallel, shard
+from jaxsparse import shard
 from jaxsparse.arrays import layout
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import SYSTEMS
 
 MOST = 2**31 - 1
@@ -90,7 +91,7 @@ def traced(tx, shapes, workers):
         return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
 
     spread = jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), tree)
-    return jax.eval_shape(data_parallel(step, workers), state, spread)
+    return jax.eval_shape(run_on_workers(step, workers), state, spread)
 
 
 @pytest.mark.parametrize("shapes", some(TREES, ("one leaf",), slow=("five leaves",)))

@@ -10,7 +10,8 @@ from supports import flat
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import Stages, data_parallel, partition, shard, traffic, warm_up
+from jaxsparse import Stages, partition, shard, traffic, warm_up
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.stages import Staged
 from jaxsparse.systems import ChunkedTopK, OkTopk, OmniReduce, RandomK, TopK
 
@@ -116,7 +117,7 @@ def test_the_stage_in_force_is_taken(name):
     tx = MAKE[name](Stages(values, (2, 3)))
     grads = {"kernel": jax.random.normal(jax.random.key(0), (40, 50))}
     state = jaxsparse.shard(tx.init(grads), 2)
-    step = jaxsparse.data_parallel(
+    step = run_on_workers(
         lambda state, grads: tx.update(jaxsparse.local(grads), state), 2, batch_argnums=()
     )
     delivered = []
@@ -133,7 +134,7 @@ def test_one_stage_may_mask_momentum_and_another_not():
     # Room for the blocks of 8 workers would be room for all blocks, so the first stage is dense.
     tx = partition({"e": Stages(reducers, (1,))}, momentum=0.5)
     grads = {"e": jnp.ones((16, 512))}
-    step = data_parallel(
+    step = run_on_workers(
         lambda state, grads: tx.update(jaxsparse.local(grads), state), 8, batch_argnums=()
     )
     updates, state = step(shard(tx.init(grads), 8), grads)
@@ -199,7 +200,7 @@ def test_a_staged_density_trains_in_a_chain():
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    run = jaxsparse.data_parallel(step, mesh(2))
+    run = run_on_workers(step, mesh(2))
     state = jaxsparse.shard((params, tx.init(params)), mesh(2))
     for _ in range(6):
         state = jax.block_until_ready(run(state, jnp.zeros(2)))

@@ -8,9 +8,9 @@ import optax
 import pytest
 from workers import mesh
 
-import jaxsparse
-from jaxsparse import LocalSteps, data_parallel, outer, reshard, shard
+from jaxsparse import LocalSteps, outer, reshard, shard
 from jaxsparse.comm.static_leaves import Static, has_static, held, released
+from jaxsparse.outer.parallel import run_on_workers
 
 RNG = np.random.default_rng(0)
 BATCH = RNG.normal(size=(12, 4)).astype(np.float32)
@@ -54,28 +54,6 @@ def arrays(model):
     return eqx.filter(model, eqx.is_array)
 
 
-@pytest.mark.parametrize("where", [3, mesh(3)], ids=["simulated", "mesh"])
-def test_an_equinox_loop_as_it_is(where):
-    """All is sent, so that it is the loop of one worker with the whole batch."""
-    model, plain = Model(), optax.sgd(0.1, momentum=0.9)
-    tx = optax.chain(jaxsparse.top_k(1.0, is_dense=lambda *_: False), plain)
-    run = data_parallel(step_of(tx), where, batch_argnums=2, outputs=(None, None, "mean"))
-    opt_state = shard(tx.init(arrays(model)), where)
-    own, own_state = model, plain.init(arrays(model))
-    lowered = run.lower(model, opt_state, BATCH)
-    assert lowered.out_info[2].shape == ()
-    for _ in range(3):
-        model, opt_state, loss = run(model, opt_state, BATCH)
-        own, own_state, own_loss = step_of(plain)(own, own_state, BATCH)
-        np.testing.assert_allclose(loss, own_loss, rtol=1e-5)
-    assert model.layer.activation is own.layer.activation
-    assert model.doubled is True
-    assert run._cache_size() == 1 if isinstance(where, int) else run._cache_size() <= 2
-    # Another value is another program.
-    halved = eqx.tree_at(lambda m: m.doubled, model, False)
-    assert float(run(halved, opt_state, BATCH)[2]) != pytest.approx(float(loss), rel=1e-3)
-
-
 def test_local_steps_of_a_module():
     tx = optax.sgd(0.1)
 
@@ -83,13 +61,13 @@ def test_local_steps_of_a_module():
         model, opt_state, loss = step_of(tx)(*state, x)
         return (model, opt_state), loss
 
-    train = LocalSteps(step, outer.mean(), mesh(2), every=2, outputs=(None, "mean"))
+    train = LocalSteps(step, outer.mean(), mesh(2), every=2)
     state = train.init((Model(), tx.init(arrays(Model()))))
     owns = [(Model(), tx.init(arrays(Model())))] * 2
     for t in range(4):
         state, loss = train(state, BATCH, t)
         owns, losses = zip(*(step(own, x) for own, x in zip(owns, np.split(BATCH, 2))))
-        np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-4)
+        np.testing.assert_allclose(loss, losses, rtol=1e-4)
         if t % 2:
             parts = [eqx.partition(own[0], eqx.is_array) for own in owns]
             mean = jax.tree.map(lambda *x: sum(x) / 2, *(a for a, _ in parts))
@@ -124,4 +102,4 @@ def test_what_is_held():
 def test_a_leaf_without_a_hash_is_named():
     model = eqx.tree_at(lambda m: m.name, Model(), {1, 2})
     with pytest.raises(ValueError, match=r"leaf\.name of an Equinox module is .* of type set"):
-        data_parallel(lambda m, x: x.mean(), 2)(model, BATCH)
+        run_on_workers(lambda m, x: x.mean(), 2)(model, BATCH)

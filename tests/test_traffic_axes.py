@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxsparse
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.traffic import Collective, Conditional, WireBytes, crossing, traced_bytes, wire_bytes
 from jaxsparse.traffic.groups import groups_of, row_major
 from jaxsparse.traffic.hlo import parse
@@ -655,7 +656,7 @@ def test_devices_with_copies_share_an_exchange_as_those_with_shards_do():
         params = jax.device_put(jnp.zeros((256, 64)), where)
         state = jaxsparse.shard((params, tx.init(params)), grid, axis_name="hosts")
         batch = jax.device_put(jnp.ones((16, 256)), NamedSharding(grid, P(("hosts", "inner"))))
-        run = jaxsparse.data_parallel(step, grid, axis_name="hosts")
+        run = run_on_workers(step, grid, axis_name="hosts")
         across[spec] = wire_bytes(run, state, batch, mesh=grid).across("hosts").received
     part = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
     alone = traced_bytes(jaxsparse.quantized("int4"), part, 2).received

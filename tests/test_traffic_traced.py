@@ -13,9 +13,10 @@ from published_traffic import sparse_ring_traffic
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import data_parallel, shard, specs
+from jaxsparse import shard, specs
 from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.planner import Moved
 from jaxsparse.systems import SparCML, TopK
 from jaxsparse.traffic import traced_bytes, wire_bytes
@@ -91,7 +92,7 @@ def test_it_can_be_asked_within_an_exchange():
         found.append(traced_bytes(TopK(0.01), 1000, 16))
         return x
 
-    data_parallel(lambda x: wire.psum(ask(x), "data"), mesh(3), batch_argnums=0, check=False).lower(
+    run_on_workers(lambda x: wire.psum(ask(x), "data"), mesh(3), batch_argnums=0).lower(
         jnp.ones((3, 4))
     )
     jax.jit(jax.vmap(ask, axis_name="data")).lower(jnp.ones((3, 4)))

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from workers import few, some
 
 import jaxsparse
-from jaxsparse import data_parallel, systems
+from jaxsparse import systems
+from jaxsparse.outer.parallel import run_on_workers
 
 SHAPE, NAMES = (2, 2, 2), ("hosts", "fsdp", "tp")
 
@@ -62,7 +63,7 @@ def train(where, model, optimizer, steps):
 
     graphdef, state = nnx.split((model, optimizer))
     x = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
-    run, losses = data_parallel(step, where, axis_name="hosts"), []
+    run, losses = run_on_workers(step, where, axis_name="hosts"), []
     for _ in range(steps):
         state, loss = run(state, x)
         losses.append(float(loss))
@@ -131,12 +132,11 @@ def test_a_loop_without_an_optimizer_object_gets_variables_back(name):
         model = Model(nnx.Rngs(0))
         params, tx = nnx.state(model, nnx.Param), transformation(name, where)
         pure = nnx.as_pure(params)
-        run = data_parallel(
+        run = run_on_workers(
             lambda grads, state: tx.update(grads, state),
             where,
             axis_name="hosts",
             batch_argnums=(),
-            check=False,
         )
         updates, state = run(params, tx.init(params))
         plain, _ = run(pure, tx.init(pure))
@@ -151,8 +151,8 @@ def test_simulated_workers_take_variables_too(name):
     with jax.numpy_dtype_promotion("standard"):
         params = nnx.state(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Param)
         tx = transformation(name, None)
-        run = data_parallel(
-            lambda state, grads: tx.update(grads, state)[::-1], 2, axis_name="hosts", check=False
+        run = run_on_workers(
+            lambda state, grads: tx.update(grads, state)[::-1], 2, axis_name="hosts"
         )
         grads = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
         state = jaxsparse.shard(tx.init(params), 2, "hosts")

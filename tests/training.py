@@ -1,9 +1,15 @@
-"""Steps of a transformation, each worker with gradients of its own."""
+"""Steps of a transformation, each worker with gradients of its own.
+
+On a mesh they go through the front door: gradients have a row for each worker. Simulated workers
+take their steps inside `jax.vmap`, with the axis bound.
+"""
 
 import jax
 import optax
+from jax.sharding import Mesh
 
-from jaxsparse import data_parallel, shard
+from jaxsparse import shard
+from jaxsparse.outer.parallel import run_on_workers
 
 
 def train(tx, params, workers, gradients, run_on=None):
@@ -14,14 +20,17 @@ def train(tx, params, workers, gradients, run_on=None):
         have an axis of W workers on top.
     """
 
+    run_on = workers if run_on is None else run_on
+    is_one = not isinstance(run_on, Mesh)
+
     def step(state, gradient):
         params, opt_state = state
-        gradient = jax.tree.map(lambda g: g[0], gradient)  # a worker's share: (1, ...)
+        if is_one:  # a worker's share: (1, ...)
+            gradient = jax.tree.map(lambda g: g[0], gradient)
         updates, opt_state = tx.update(gradient, opt_state, params)
         return updates, (optax.apply_updates(params, updates), opt_state)
 
-    run_on = workers if run_on is None else run_on
-    run = data_parallel(step, run_on)
+    run = run_on_workers(step, run_on) if is_one else jax.jit(step)
     state = shard((params, tx.init(params)), run_on)
     history = []
     for gradient in gradients:

@@ -2,7 +2,7 @@
 
 One axis of a mesh is compressed. All others, the inner axes, are JAX's: it shards parameters and
 activations over them, as FSDP and tensor parallelism ask. A step runs there in one of two ways
-(`jaxsparse.data_parallel`), and in both the exchange runs manually over all axes: each device
+(`jaxsparse.LocalSteps`), and in both the exchange runs manually over all axes: each device
 exchanges its own shard of each leaf with the devices that hold the same shard for other workers.
 In automatic or partly manual mode XLA would gather sharded leaves as soon as they are flattened.
 
@@ -33,13 +33,8 @@ AnyMesh = Mesh | AbstractMesh
 SCOPE = "jaxsparse_exchange"
 # Those of `per_worker` have this one.
 OWN_SCOPE = "jaxsparse_per_worker"
-# Scopes in the program of a check: SCOPE goes on so if the exchange has momentum, and
-# `jaxsparse.weighted` has one.
-MOMENTUM, WEIGHTED = "with_momentum", "jaxsparse_weighted"
-
-
-class WorkersError(ValueError):
-    """A value that must be equal on all workers differs, or one that must be their own is equal."""
+# SCOPE goes on so in the program of a check, if the exchange has momentum.
+MOMENTUM = "with_momentum"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,26 +44,16 @@ class Running:
     Attributes:
         mesh: the mesh, or None for simulated workers.
         axis_name: the axis of the workers.
-        is_check: whether the step is traced for its types alone, see `jaxsparse.data_parallel`.
-        problems: findings of the check: an error or None for each exchange.
-        differing: findings of the check: what is wrong with outputs that differ between workers, by
-            their numbers among those that must be equal.
         workers: the number of simulated workers that `jaxsparse.check` traces for. None: a real
             step is traced.
-        clips_own: findings of the check: why clips in front of an exchange are meant to be each
-            worker's own. Empty: they may be a mistake.
     """
 
     mesh: Mesh | None
     axis_name: str
-    is_check: bool = False
-    problems: dict[object, ValueError | None] = dataclasses.field(default_factory=dict)
-    differing: dict[int, str] = dataclasses.field(default_factory=dict)
     workers: int | None = None
-    clips_own: set[str] = dataclasses.field(default_factory=set)
 
 
-# How the step that is being traced runs; None outside of `jaxsparse.data_parallel`.
+# How the step that is being traced runs; None outside of `LocalSteps` and `jaxsparse.check`.
 RUNNING: contextvars.ContextVar[Running | None] = contextvars.ContextVar(
     "jaxsparse_running", default=None
 )

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.comm import marks, meshes
@@ -277,44 +276,3 @@ def _rows(
 
     updates = jax.tree.map(row, updates, of_updates)
     return updates, jax.tree.map(one, state, kinds(state), of_state), momentum
-
-
-def _own(workers: int, updates: Any, batched: Any) -> ValueError | None:
-    """The error if no gradient differs between workers, or None."""
-    flags = [has for x, has in zip(jax.tree.leaves(updates), jax.tree.leaves(batched)) if x.size]
-    if not flags or any(flags) or workers == 1:
-        return None
-    path = tree_flatten_with_path(updates)[0][0][0]
-    return meshes.WorkersError(
-        f"gradient{keystr(path)} and all others are equal on all {workers} workers: they have "
-        "been averaged already, uncompressed. Pass each worker's own gradients, of the loss on "
-        "its own part of the batch. (If the parameters of a transformation are all frozen, or the "
-        "batch is the same for all workers, give data_parallel check=False)"
-    )
-
-
-def checked(
-    updates: Any, state: ErrorFeedbackState, how: meshes.Running
-) -> tuple[Any, ErrorFeedbackState]:
-    """Stands in for an exchange when a step is traced for its types alone."""
-    site, scope = object(), meshes.SCOPE
-    if state.momentum:  # DGC's clip of what momentum accumulates
-        how.clips_own.add("momentum")
-        scope = f"{meshes.SCOPE}_{meshes.MOMENTUM}"
-
-    @custom_vmap
-    def exchanged(updates: Any, state: Any, rank: Any) -> Any:
-        return updates, state
-
-    @exchanged.def_vmap
-    def rule(workers: int, batched: Any, updates: Any, state: Any, _: Any) -> Any:
-        of_updates, of_state, _ = batched
-        # In a loop vmap asks several times. Its last call knows what really differs.
-        how.problems[site] = _own(workers, updates, of_updates)
-        with jax.named_scope(scope):
-            means = jax.tree.map(
-                lambda x, is_row: jnp.zeros_like(x[0] if is_row else x), updates, of_updates
-            )
-        return (means, state), (jax.tree.map(lambda _: False, means), of_state)
-
-    return exchanged(updates, state, jax.lax.axis_index(how.axis_name))

@@ -33,7 +33,7 @@ from jaxsparse.feedback.options import (
 )
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
 from jaxsparse.feedback.rows import check_rows, one_workers, over_rows
-from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread, typed_as
+from jaxsparse.feedback.sharded import Update, on_devices, shards, spread, typed_as
 from jaxsparse.feedback.store import (
     ErrorFeedbackState,
     StateStore,
@@ -390,8 +390,6 @@ def _run(
         ValueError: the state was not made for the inner axes of this mesh.
     """
     how, context = meshes.RUNNING.get(), jax.sharding.get_abstract_mesh()
-    if how is not None and how.axis_name == axis_name and how.is_check:
-        return checked(updates, state, how)
     is_manual = axis_name in context.manual_axes
     if is_manual or mesh is None:
         found: AnyMesh | None = context if is_manual else how.mesh if how else None

@@ -135,7 +135,7 @@ class Arithmetic:
         weights = jax.ShapeDtypeStruct((2,), jnp.float32) if self._weighted else None
         program = jax.make_jaxpr(self._shared)(messages, weights, begun, shared)
         names = [f"{path} {x.shape} {x.dtype}" for path, x in shared_leaves(shared)]
-        text = "\n".join([Digested(program, None, (), ()).digest, *names])
+        text = "\n".join([Digested(program, None, ()).digest, *names])
         return words, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def from_arrays(self, arrays: Iterable[np.ndarray], shared: Shared) -> Shared:

@@ -16,11 +16,9 @@ overlap on GPUs, which run one program after the other.) So an exchange ends wit
 a longer `overlap` only delays the use of its result.
 """
 
-import contextlib
 import functools
 import numbers
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,13 +29,15 @@ from jax.sharding import Mesh
 from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import PerWorker
-from jaxsparse.comm.meshes import WorkersError, inner_axes
+from jaxsparse.comm.meshes import inner_axes
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.fragments import Streaming
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.outer.worker import LocalState, Select, Step, Worker
 from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
-from jaxsparse.training.parallel import Kinds, Way, data_parallel
+from jaxsparse.training.check import check
+from jaxsparse.training.gradients import Way
 from jaxsparse.training.sharding import count_workers, shard
 
 
@@ -111,8 +111,8 @@ class LocalSteps:
             `jaxsparse.outer.diloco()`, or `optax.chain(jaxsparse.spardl(0.01), optax.sgd(0.7))`.
             Schedules count outer steps.
         mesh: the mesh, or the number of workers to simulate on one device. Other axes than
-            `axis_name` are left to JAX, as in `jaxsparse.data_parallel`, so a worker may be many
-            devices.
+            `axis_name` are left to JAX, as in `jaxsparse.value_and_grad`, so a worker may be
+            many devices.
         axis_name: the axis of the workers.
         every: number of steps from one outer step to the next, H, or `jaxsparse.Stages` of it by
             steps: `Stages((1, 30), (1000,))` is post-local SGD (Lin et al., ICLR 2020). A stage
@@ -128,11 +128,7 @@ class LocalSteps:
             weight 0 does not count. Residuals hold weighted displacements. None: all workers count
             alike.
         streaming: how to exchange fragments in turn; None: all at once.
-        outputs: what metrics are, as in `jaxsparse.data_parallel`: `(None, {"loss": "mean",
-            "tokens": "sum"})`, where None stands for the state. Means and sums over workers are
-            made behind each step by a program of its own, which sends them. What is left out stays
-            each worker's own, an array (W, ...).
-        via: see `jaxsparse.data_parallel`.
+        via: see `jaxsparse.value_and_grad`.
 
     **Several processes** compare `every`, fragments and the number of steps done at the first call,
     and the number again before each exchange.
@@ -140,11 +136,11 @@ class LocalSteps:
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
             than floating-point arrays of the state, a fragment has no leaf, the state holds an
-            exchange or something that is no array, or the exchange of `outer` has a delay. From a
-            call: see `jaxsparse.data_parallel`; `t` is not the number of steps done; `step`
-            returns a state of another structure, shape or dtype; `outer` exchanges nothing; or
-            `step` communicates over `axis_name`. The last one is a warning on a mesh with other
-            axes, where XLA itself may communicate.
+            exchange or something that is no array, or `outer` does not exchange every parameter
+            (`jaxsparse.check`), or with a delay. From a call: the workers don't divide a batch; `t`
+            is not the number of steps done; `step` returns a state of another structure, shape or
+            dtype; or `step` communicates over `axis_name`. The last one is a warning on a mesh with
+            other axes, where XLA itself may communicate.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -172,7 +168,6 @@ class LocalSteps:
         average: Select | None = None,
         weight: Select | None = None,
         streaming: Streaming | None = None,
-        outputs: Any = None,
         via: Way | None = None,
     ) -> None:
         count_workers(mesh, axis_name)  # raises where they are wrong
@@ -191,7 +186,6 @@ class LocalSteps:
             average,
             self.streaming,
             weight,
-            Kinds(outputs),
         )
         self._worker, self._mesh, self._axis_name = worker, mesh, axis_name
         self._is_checked = self._has_met = False
@@ -200,25 +194,26 @@ class LocalSteps:
         self._last: tuple[Any, int] = (None, 0)
 
         run = functools.partial(
-            data_parallel, mesh=mesh, axis_name=axis_name, donate_argnums=0, via=via
+            run_on_workers, mesh=mesh, axis_name=axis_name, donate_argnums=0, via=via
         )
         # A worker's part works on arrays alone, and only the step itself sees modules.
         make = lambda f, **options: run(_of_held(f), **options)
         parts = range(self.streaming.fragments)
         alone = functools.partial(make, batch_argnums=())
         of_all = lambda f, run: [run(functools.partial(f, fragment=p)) for p in parts]
-        self.inner = make(worker.step, check=False)
+        self.inner = make(worker.step)
         self.outer = of_all(worker.exchange, alone)
         self.streamed = of_all(worker.step_beside, make)
         self.mixed = of_all(worker.mix, alone)
         self._settled = alone(worker.settle)
         self._left = alone(worker.left, donate_argnums=())
-        shown = functools.partial(alone, worker.shown, donate_argnums=(), check=False)
-        self._shown = (lambda out: out) if outputs is None else shown()
 
     def init(self, state: Any) -> LocalState:
         """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
-        return shard(self._worker.start(held(state)), self._mesh, self._axis_name)
+        start = self._worker.start(held(state))
+        for p in range(self.streaming.fragments):
+            check(self._worker.outer, self._worker.part(start.params, p), axis_name=self._axis_name)
+        return shard(start, self._mesh, self._axis_name)
 
     def __call__(
         self, state: Any, batch: Any, t: int | None = None, *rest: Any
@@ -234,8 +229,8 @@ class LocalSteps:
             rest: further arguments of `step`, which each worker gets whole.
 
         Returns:
-            The next state, and the second result of `step`: each array has a leading axis of W, or
-            is what `outputs` says. On several hosts, a mean over this axis communicates.
+            The next state, and the second result of `step`, whose arrays have a row for each
+            worker. On several hosts, a mean over these communicates.
         """
         if not isinstance(state, LocalState):
             state = self.init(state)
@@ -246,20 +241,19 @@ class LocalSteps:
             self._check(state, batch, rest)
         overlap = self.streaming.overlap
         fragment = self.due(t) if overlap else None
-        with _explained():
-            if fragment is None:
-                worker, out, steps, weight = self.inner(*self._arguments(state, batch, rest))
-                state = state._replace(worker=worker, steps=steps, weight=weight)
-            else:
-                self._meet("exchanges", t)
-                state, out = self.streamed[fragment](state, batch, *rest)
-            if (fragment := self.due(t + 1 - overlap)) is not None:
-                if not overlap:
-                    self._meet("exchanges", t + 1)
-                program = self.mixed if overlap else self.outer
-                state = program[fragment](state)
+        if fragment is None:
+            worker, out, steps, weight = self.inner(*self._arguments(state, batch, rest))
+            state = state._replace(worker=worker, steps=steps, weight=weight)
+        else:
+            self._meet("exchanges", t)
+            state, out = self.streamed[fragment](state, batch, *rest)
+        if (fragment := self.due(t + 1 - overlap)) is not None:
+            if not overlap:
+                self._meet("exchanges", t + 1)
+            program = self.mixed if overlap else self.outer
+            state = program[fragment](state)
         self._last = state.steps, t + 1
-        return state, _unmarked(self._shown(out))
+        return state, _unmarked(out)
 
     def lower(self, state: Any, batch: Any, t: int | None = None, *rest: Any) -> jax.stages.Lowered:
         """The inner step, lowered for these arguments or their shapes, as `jax.jit` does it."""
@@ -301,8 +295,7 @@ class LocalSteps:
             for _ in range(2):
                 left, outcome = jax.device_get((self._left(state), state.outcome))
                 if left[p] and (is_due or outcome[p] == 1):
-                    with _explained():
-                        state = exchange(state)
+                    state = exchange(state)
                 is_due = False
         state = self._settled(state) if self.streaming.mixing else state
         self._last = state.steps, steps
@@ -417,19 +410,6 @@ class LocalSteps:
         except Exception:  # the types of replication are stricter than simulated workers are
             return []
         return list(map(str, moved.collectives))
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Adds to the error of an outer step that exchanges nothing."""
-    try:
-        yield
-    except WorkersError as error:
-        error.add_note(
-            "Does outer hold an exchange, such as jaxsparse.dense()? Without one, each worker "
-            "would apply its own displacement. Every parameter must go through it"
-        )
-        raise
 
 
 def _of_held(f: Any) -> Any:

@@ -1,6 +1,6 @@
 """The part of one worker in local steps: a step, an exchange, and going on from its result.
 
-All of it runs on one worker, inside `jaxsparse.data_parallel`. `local_steps` decides when.
+All of it runs on one worker, inside `run_on_workers`. `local_steps` decides when.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,6 @@ from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback import states_in
 from jaxsparse.outer.fragments import Rows, Streaming
-from jaxsparse.training.parallel import Kinds, over_workers
 from jaxsparse.training.weighted import check_weight, weighted
 
 # Flax's collection of scales and histories of fp8, whose gradients are their next values. The mean
@@ -65,7 +64,6 @@ class Worker(NamedTuple):
     average: Select | None
     streaming: Streaming
     weight: Select | None = None
-    outputs: Kinds = Kinds(None)
 
     def start(self, state: Any) -> LocalState:
         """The state of a worker that has this training state.
@@ -86,7 +84,7 @@ class Worker(NamedTuple):
             raise ValueError("average picks parameters, which outer exchanges: pick statistics")
         params = jax.tree.map(widened, self.params(state))
         parts = range(self.streaming.fragments)
-        outer = tuple(self.outer.init(self._part(params, p)) for p in parts)
+        outer = tuple(self.outer.init(self.part(params, p)) for p in parts)
         # Workers go on from the global parameters. With a delay these would lack the moves just
         # exchanged, so that workers would lose them for H steps, and the last ones for ever.
         if any(one.is_delayed for one in states_in(outer)):
@@ -169,27 +167,12 @@ class Worker(NamedTuple):
         found = jnp.stack([jnp.any(jnp.stack(moved(part))) for part in parts])
         return wire.pmax(found.astype(jnp.float32), self.axis_name) > 0
 
-    def shown(self, out: Any) -> Any:
-        """What a step shows, as means and sums over workers, or marked where it is a worker's."""
-        treedef: Any
-        outputs = None, PerWorker.unwrap(out)
-        leaves, treedef = tree_flatten_with_path(outputs)
-        kinds = self.outputs.of(outputs)
-
-        def one(path: Any, x: Any, kind: Any) -> Any:
-            if kind in (None, "own"):
-                return PerWorker.wrap(x)
-            return over_workers(f"the step's output{keystr(path)}", x, kind, self.axis_name)
-
-        found = [one(path, x, kind) for (path, x), kind in zip(leaves, kinds)]
-        return treedef.unflatten(found)[1]
-
     def _exchanged(
         self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int
     ) -> LocalState:
         """The state after the exchange of a fragment's displacements, if that counts."""
-        params = self._part(state.params, fragment)
-        own = self._part(self.params(worker), fragment)
+        params = self.part(state.params, fragment)
+        own = self.part(self.params(worker), fragment)
         moved = displacement(params, own)
         weight = PerWorker.unwrap(state.weight)
         if self.weight is not None:
@@ -295,7 +278,7 @@ class Worker(NamedTuple):
         own = self.streaming.of({p: shape for p, shape in leaves.items() if _MAXIMA not in p})
         return {i: own[fragment][p] for i, p in enumerate(leaves) if p in own[fragment]}
 
-    def _part(self, params: Any, fragment: int) -> Any:
+    def part(self, params: Any, fragment: int) -> Any:
         """The parameters with this fragment's rows alone; None stands for leaves of others."""
         leaves, treedef = _flat(params)
         own = self._fragment(params, fragment)

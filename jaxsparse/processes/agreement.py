@@ -21,21 +21,20 @@ _FAREWELL = 5.0
 _FILES = 5  # number of files with differences that a message names
 
 
-def compare(group: Group, step: Any, mesh: Mesh, batches: Sequence[int], args: Any) -> None:
+def compare(group: Group, step: Any, mesh: Mesh, args: Any) -> None:
     """Compares a step and its arguments, before its first call, with those of other processes.
 
     Args:
         group: the processes. All must get here, for the same steps in the same order.
         step: the compiled step.
         mesh: the mesh on which it runs.
-        batches: the numbers of the arguments that are split. Negative ones count from the end.
         args: all positional arguments.
 
     Raises:
         RuntimeError: processes differ, or one does not come within the limit of the group.
     """
     program = step.trace(*args).jaxpr  # JAX keeps it: the call does not trace again
-    own = Digested(program, mesh, args, {i % len(args) for i in batches})
+    own = Digested(program, mesh, args)
     _compare(group, getattr(step, "__name__", "a step"), own)
 
 
@@ -103,7 +102,7 @@ def _as_told(group: Group, topic: str, name: str, own: Parts) -> str:
         lines = group.get(f"{topic} lines", first)[0] or ""
         group.put(
             f"{topic} difference",
-            _difference(group, lines.split("\n"), [name, *own.lines()]) + own.advice,
+            _difference(group, lines.split("\n"), [name, *own.lines()]),
         )
     # The first process waits as long as this one, but perhaps from a later time.
     for _ in range(0 if theirs is None else 2):

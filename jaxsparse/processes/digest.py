@@ -14,7 +14,7 @@ in their order. So equations may stand in another order, and what a program prin
 import enum
 import hashlib
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -73,15 +73,10 @@ class Digested(Parts):
     Args:
         program: the traced step.
         mesh: the mesh on which it runs. None, if it may run on any.
-        args: its positional arguments, whose values count.
-        batches: the numbers of those that are split.
+        args: its positional arguments. Values of those that each process holds whole count.
     """
 
-    advice = " (data_parallel(..., compare=False) runs them as they are.)"
-
-    def __init__(
-        self, program: ClosedJaxpr, mesh: Mesh | None, args: Any, batches: Container[int]
-    ) -> None:
+    def __init__(self, program: ClosedJaxpr, mesh: Mesh | None, args: Any) -> None:
         self._known: dict[Any, tuple[list[str], str]] = {}  # by id of a program, and its inputs
         self._program = program  # keeps its ids from being used again
         types, values = [], []
@@ -91,7 +86,7 @@ class Digested(Parts):
                 name = f"argument {i}{keystr(path)}"
                 types.append(f"{name} of type {_type(next(avals))}")
                 is_whole = not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
-                if is_whole and i not in batches and not is_marked(path):
+                if is_whole and not is_marked(path):
                     values.append(f"{name} = {_value(leaf)}")
         heads = [VERSIONS, *types]
         if mesh is not None:

@@ -43,9 +43,9 @@ def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
     `jax.distributed.initialize()`. If one process fails, the others lose their connections to it,
     and end within a second, too. It calls `os._exit`, so no clean-up outside it runs.
 
-    If one process leaves out a step of `jaxsparse.data_parallel`, or gets stuck before one, the
-    others would wait for it for ever. Instead, they end after `limit` seconds without progress, and
-    say how far each process came.
+    If one process leaves out a step of `jaxsparse.watch` or `LocalSteps`, or gets stuck before one,
+    the others would wait for it for ever. Instead, they end after `limit` seconds without progress,
+    and say how far each process came.
 
     At its beginning, processes compare their versions and settings of JAX, their XLA_FLAGS, and how
     many devices each has. If they differ, all raise the same error.

@@ -162,9 +162,6 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
         after = jax.tree.map(lambda v, g: v + eta * (g.astype(jnp.float32) - v), before, updates)
         # Differences of the rounded momenta, so that they add up to the momentum.
         changes = jax.tree.map(jnp.subtract, after, before)
-        how = meshes.RUNNING.get()
-        if how is not None and how.is_check and how.axis_name == axis_name:
-            changes = updates  # the check asks whether these are the workers' own
         # The estimates have the parameters' shapes.
         means, inner = feedback.update(changes, state.feedback, state.estimate, **extra_args)
         ok = inner.skipped == state.feedback.skipped

@@ -124,7 +124,7 @@ class _MSTopK(SystemOptions):
     A fixed number of passes brackets a threshold. All workers gather k = density d entries of each
     worker that lie above it, or nearly so. A worker receives 2 (W - 1) k words a step in COO, as
     with `top_k`. (The paper gathers within hosts first and then between them. Here axes within a
-    host are JAX's own, which sums exactly over them: see `jaxsparse.data_parallel`.)
+    host are JAX's own, which sums exactly over them: see `jaxsparse.value_and_grad`.)
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.

@@ -1,7 +1,7 @@
 """Warnings of steps that train otherwise than they read.
 
-They read the program that `jaxsparse.data_parallel` traces for its check. There it doesn't matter
-in which containers a trainer keeps its states.
+They read the program that `jaxsparse.check` traces. There it doesn't matter in which containers a
+trainer keeps its states.
 """
 
 import dataclasses
@@ -12,12 +12,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import Jaxpr, Literal
 
 from jaxsparse.comm import compat
-from jaxsparse.comm.marks import is_marked
-from jaxsparse.comm.meshes import MOMENTUM, SCOPE, WEIGHTED
+from jaxsparse.comm.meshes import MOMENTUM, SCOPE
 
 # Optax's clips, by norm or by value, are in this file, and have one of these operations. To look at
 # all others' frames would take long.
@@ -25,34 +23,22 @@ _CLIPS, _HAVE = "/optax/transforms/_clipping.py", {"select_n", "clamp", "max", "
 # Optax's functions that keep a momentum: of SGD, and the moments of Adam, Muon and Lion.
 _MOMENTA, _DECAY = {"trace", "tree_update_moment"}, "add_decayed_weights"
 
-# What a value is made of, as bits: batches, other arguments, updates of an exchange with momentum.
+# What a value is made of, as bits: state or parameters, and updates of an exchange with momentum.
 # The bits above these are one for each array that exchanges deliver.
-_BATCH, _OTHERS, _MOMENTUM, _DELIVERED = 1, 2, 4, 3
+_OTHERS, _MOMENTUM, _DELIVERED = 1, 2, 2
 
 
-def warn_of_chains(program: Jaxpr, args: Any, is_split: Any, clips_own: bool) -> None:
-    """Warns of clips, momenta, weight decays, token counts and frozen leaves in the wrong place.
+def warn_of_chains(program: Jaxpr, gradients: int) -> None:
+    """Warns of clips, momenta, weight decays and frozen leaves in the wrong place.
 
     Args:
-        program: the step of all workers, by vmap, without its exchanges.
-        args: its arguments.
-        is_split: whether an array of them has a row for each worker, in their structure.
-        clips_own: whether clips in front of an exchange are meant to be each worker's own.
+        program: the update of all workers, without its exchanges.
+        gradients: number of its first arguments that are gradients. Others are state and
+            parameters.
     """
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
-    rows = zip(paths, jax.tree.leaves(is_split))
     found = _Flow()
-    returned = found.flow(
-        program, [_BATCH if row and not is_marked(path) else _OTHERS for path, row in rows]
-    )
-    if found.clips_first and not clips_own:
-        _warn(
-            "the step clips gradients in front of the exchange: each worker's own, whose norm is "
-            "larger than that of their mean. A dense trainer clips the mean: switch this clip off, "
-            "and chain it behind the exchange, as in optax.chain(jaxsparse.qsgd(4), "
-            "optax.clip_by_global_norm(1.0), optax.adamw(lr)). To clip each worker's on purpose, "
-            'filter this warning: warnings.filterwarnings("ignore", "the step clips")'
-        )
+    others = len(program.invars) - gradients
+    returned = found.flow(program, [0] * gradients + [_OTHERS] * others)
     if found.momentum_twice:
         _warn(
             "momentum acts twice: in the exchange (momentum=) and behind it, as in "
@@ -76,14 +62,6 @@ def warn_of_chains(program: Jaxpr, args: Any, is_split: Any, clips_own: bool) ->
             "behind it. For a decay that never had momentum, as SGDW's, filter this warning: "
             'warnings.filterwarnings("ignore", "weight decay behind")'
         )
-    if found.own_counts and found.delivered and not found.is_weighted:
-        _warn(
-            "the step divides by a number that it counts in a worker's own part of the batch, such "
-            "as its tokens or the sum of a mask. An exchange takes the mean over workers, and each "
-            "counts alike, so unless all have the same number, this is not the mean over all "
-            "tokens: return jaxsparse.weighted(loss, tokens) from the loss. If all have the same, "
-            'filter this warning: warnings.filterwarnings("ignore", "the step divides")'
-        )
     read = _joined(returned)
     whole = [size for size, _ in found.delivered]
     lost = [size for i, size in enumerate(whole) if not read >> _DELIVERED + i & 1]
@@ -106,15 +84,11 @@ def _warn(text: str) -> None:
 class _Flow:
     """What was found so far, on the way through a program from its beginning."""
 
-    clips_first: bool = False  # a clip before the first exchange
     momentum_twice: bool = False
     clips_momentum: bool = False
     decays_without_momentum: bool = False
-    own_counts: bool = False  # something is divided by what a worker counts in its batch
-    is_weighted: bool = False
     # Size of each array that exchanges deliver, and the equation that makes it.
     delivered: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
-    _clipped: bool = False
 
     def flow(self, program: Jaxpr, given: Sequence[int]) -> list[int]:
         """What the outputs of a program are made of, given the same of its inputs."""
@@ -123,7 +97,6 @@ class _Flow:
         for equation in program.eqns:
             inputs = [of(x) for x in equation.invars]
             stack = compat.name_stack(equation)
-            self.is_weighted |= WEIGHTED in stack
             if SCOPE in stack:
                 outputs = self._exchanged(equation, inputs, MOMENTUM in stack)
             else:
@@ -134,7 +107,6 @@ class _Flow:
 
     def _exchanged(self, equation: Any, inputs: Sequence[int], has_momentum: bool) -> list[int]:
         """What an equation of an exchange makes: of nothing, an array that it delivers."""
-        self.clips_first |= self._clipped and not self.delivered
         made = _joined(inputs) >> _DELIVERED << _DELIVERED
         if all(isinstance(x, Literal) for x in equation.invars):
             if not any(e is equation for _, e in self.delivered):  # in a loop it comes again
@@ -147,18 +119,12 @@ class _Flow:
         name = equation.primitive.name
         # Parameters that an update was added to are no update any more.
         has_momentum = any(x & _MOMENTUM and not x & _OTHERS for x in inputs)
-        may_clip = name in _HAVE and (has_momentum or not (self._clipped or self.delivered))
-        if has_momentum or may_clip:
+        if has_momentum:
             files, functions = compat.optax_frames(equation)
-            is_clip = may_clip and any(file.endswith(_CLIPS) for file in files)
-            self._clipped |= is_clip
-            self.clips_momentum |= is_clip and has_momentum
-            self.momentum_twice |= has_momentum and not functions.isdisjoint(_MOMENTA)
-            self.decays_without_momentum |= has_momentum and _DECAY in functions
-        if name == "div" and len(equation.outvars[0].aval.shape) == 1:  # a number of each worker
-            # What has only the batch in it may be an input that is normalised.
-            divided, divisor = inputs
-            self.own_counts |= divisor == _BATCH != divided
+            is_clip = name in _HAVE and any(file.endswith(_CLIPS) for file in files)
+            self.clips_momentum |= is_clip
+            self.momentum_twice |= not functions.isdisjoint(_MOMENTA)
+            self.decays_without_momentum |= _DECAY in functions
 
     def _through(self, equation: Any, inputs: Sequence[int]) -> list[int]:
         """What the outputs of any other equation are made of."""
@@ -180,11 +146,7 @@ class _Flow:
             if equation.primitive.name == "while" or len(made) != len(outputs):
                 made = [every | _joined(made)] * len(outputs)
             outputs = [a | b for a, b in zip(outputs, made)]
-        # A value without axes has no row for each worker: it is a mean or a sum over them.
-        return [
-            x if x & _BATCH == 0 or v.aval.shape else x & ~_BATCH | _OTHERS
-            for x, v in zip(outputs, equation.outvars)
-        ]
+        return outputs
 
 
 def _joined(bits: Sequence[int]) -> int:

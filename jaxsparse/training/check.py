@@ -68,9 +68,9 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
                 "that are not finite by itself. Accumulate gradients by a scan over microbatches "
                 "in place of optax.MultiSteps"
             ) from error
-    is_split = jax.tree.map(lambda _: True, rows), *(jax.tree.map(lambda _: False, (state, own)))
-    warn_of_chains(program.jaxpr, (rows, state, own), is_split, clips_own=True)
-    problems = [*_mixed(program.jaxpr, len(jax.tree.leaves(rows)))]
+    gradients = len(jax.tree.leaves(rows))
+    warn_of_chains(program.jaxpr, gradients)
+    problems = [*_mixed(program.jaxpr, gradients)]
     shapes = lambda tree: {keystr(path): x.shape for path, x in tree_leaves_with_path(tree)}
     wanted = shapes(own)
     for name, shape in shapes(updates).items():

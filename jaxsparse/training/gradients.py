@@ -24,6 +24,8 @@ from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.training.constraints import constrains, rewritten
 
 Way = Literal["vmap", "shard_map"]
+# vmap's weight gradients of convolutions gather across workers; of a ragged product it has no rule.
+_NOT_MAPPED = {"conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 OwnAndEqual = tuple[list[Any], list[Any]]  # a worker's own arrays, and those equal on all workers
 
 
@@ -94,8 +96,7 @@ def value_and_grad(
         >>> values.tolist(), grads.tolist()
         ([3.0, 7.0], [[1.0, 2.0], [3.0, 4.0]])
     """
-    if via not in (None, "vmap", "shard_map"):
-        raise ValueError(f"via={via!r} is unknown: use 'vmap', 'shard_map' or None")
+    check_way(via)
     differentiate = _differentiated(fun, argnums, has_aux)
 
     @functools.wraps(fun)
@@ -330,13 +331,19 @@ def run_manually(
     return lambda *leaves: mapped(*map(typed, leaves, is_split))
 
 
+def check_way(via: Any) -> None:
+    """Raises ValueError if this is no way to run on a mesh with other axes."""
+    if via not in (None, "vmap", "shard_map"):
+        raise ValueError(f"via={via!r} is unknown: use 'vmap', 'shard_map' or None")
+
+
 def serves_vmap(program: Jaxpr, axis_name: str) -> bool:
     """Whether a program has no operation that `jax.vmap` does not serve (see `value_and_grad`)."""
 
     def serves(equation: Any) -> bool:
         if equation.primitive.name == "shard_map":
             return axis_name in compat.manual_axes_of(equation.params)
-        return equation.primitive.name != "conv_general_dilated"
+        return equation.primitive.name not in _NOT_MAPPED
 
     return all(
         serves(equation)

@@ -121,8 +121,6 @@ def per_worker(
         return tree_map_with_path(spread, start)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        if (how := meshes.RUNNING.get()) is not None:
-            how.clips_own.add("per_worker")
         with jax.named_scope(meshes.OWN_SCOPE):
             finite = all_finite(jax.tree.leaves(updates))
         if wire.is_bound(axis_name):

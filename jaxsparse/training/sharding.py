@@ -4,7 +4,6 @@ import functools
 import numbers
 import operator
 import warnings
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +14,7 @@ from jax.tree_util import KeyPath, keystr, tree_leaves_with_path, tree_map_with_
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import check_wrapped, is_marked, map_marked
-from jaxsparse.comm.meshes import RUNNING, inner_axes, names_of
+from jaxsparse.comm.meshes import inner_axes, names_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.processes.agreement import compare_texts
 from jaxsparse.processes.digest import array_text
@@ -194,37 +193,6 @@ def warn_of_copies(axis_name: str, args: Any) -> None:
         )
 
 
-def warn_of_placed(axis_name: str, batch_argnums: Sequence[int], args: Any) -> None:
-    """Warns of arrays that lie in parts on the workers' axis, but are no batch and no worker's own.
-
-    The step takes them for equal on all workers, so it gathers them, and returns them whole.
-    """
-    batches = {i % len(args) for i in batch_argnums}
-    found = [
-        (i, path)
-        for i, arg in enumerate(args)
-        for path, x in tree_leaves_with_path(arg)
-        if i not in batches and not is_marked(path) and _is_placed(x, axis_name)
-    ]
-    if found:
-        number, path = found[0]
-        warnings.warn(
-            f"argument {number}{keystr(path)} is split over {axis_name!r}, the axis of the workers "
-            f"(so are {len(found)} arrays of the arguments), but each worker's step sees all of "
-            "it: all devices gather it each time, and it comes back whole on each, as moments of "
-            "ZeRO-1 do. Split it over another axis of the mesh, inside a worker, or replicate it; "
-            "name it in batch_argnums if it is a batch",
-            stacklevel=4,
-        )
-
-
-def _is_placed(x: Any, axis_name: str) -> bool:
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
-        return False
-    return any(axis_name in names_of(part) for part in sharding.spec)
-
-
 def _is_copied(x: Any, axis_name: str) -> bool:
     """Whether each of several devices has all rows of an array, as far as this is known."""
     if not jnp.ndim(x) or x.shape[0] == 1:
@@ -249,7 +217,7 @@ def _copy(x: Any) -> jax.Array:
 def local(tree: T, axis_name: str | None = "data") -> T:
     """Types parameters as this worker's own, so that gradients with respect to them stay local.
 
-    A `jax.shard_map` of your own needs it; `jaxsparse.data_parallel` does not. With
+    A `jax.shard_map` of your own needs it; `jaxsparse.value_and_grad` does not. With
     `check_vma=True` JAX itself sums the gradient with respect to a *replicated* value over the
     workers, uncompressed. Differentiate with respect to `local(params)` instead:
     `jax.grad(loss)(jaxsparse.local(params), batch)`. Apply the updates to the original `params`.
@@ -259,7 +227,7 @@ def local(tree: T, axis_name: str | None = "data") -> T:
     `jax.lax.pmean(loss, axis_name)` or `psum(loss_sum) / psum(tokens)`, then has gradients W times
     too small, since JAX's transposed sum counts a replicated loss once. Average the loss behind
     `jax.value_and_grad`, or scale each worker's loss so that their mean is the whole loss, or give
-    `check_vma=False`. There, as in `data_parallel`, a loss may be averaged inside, too.
+    `check_vma=False`. There a loss may be averaged inside, too.
 
     Args:
         tree: parameters, arrays of any shapes and dtypes, equal on all workers.
@@ -268,9 +236,4 @@ def local(tree: T, axis_name: str | None = "data") -> T:
     Returns:
         The same arrays. Their types say that they differ between workers.
     """
-    how = RUNNING.get()
-    if how is not None and how.is_check and how.axis_name == axis_name:
-        # The check runs under vmap, and takes arrays that vmap batches for each worker's own.
-        own = wire.axis_index(axis_name) >= 0
-        return jax.tree.map(lambda x: jnp.where(own, x, x), tree)
     return wire.varying(tree, axis_name)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.comm import wire
-from jaxsparse.comm.meshes import WEIGHTED
 
 T = TypeVar("T")
 
@@ -23,8 +22,8 @@ def weighted(tree: T, weight: Any, *, axis_name: str | None = "data") -> T:
             tokens = batch["mask"].sum()
             return jaxsparse.weighted(each.sum() / jnp.maximum(tokens, 1), tokens)
 
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        loss = jax.lax.pmean(loss, "data")  # over all tokens
+        losses, grads = jaxsparse.value_and_grad(loss_of)(params, batch)
+        loss = losses.mean()  # over all tokens
 
     Scaling the gradients instead of the loss gives the same. It takes a message of four bytes.
 
@@ -66,8 +65,7 @@ def weighted(tree: T, weight: Any, *, axis_name: str | None = "data") -> T:
         wide = x.astype(share.dtype) if x.dtype.itemsize < share.dtype.itemsize else x
         return jnp.where(share == 0, 0, wide * share.astype(wide.dtype)).astype(x.dtype)
 
-    with jax.named_scope(WEIGHTED):
-        return jax.tree.map(scaled, tree)
+    return jax.tree.map(scaled, tree)
 
 
 def mean_of(total: Any, count: Any, *, axis_name: str | None = "data") -> jax.Array:

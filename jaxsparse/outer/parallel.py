@@ -1,0 +1,189 @@
+"""One worker's function, compiled for all workers at once: what `LocalSteps` runs.
+
+`jaxsparse.value_and_grad` does the same for a loss, where everything that comes back has a row for
+each worker. Here the state of training comes back, of which only marked arrays have rows.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jax.sharding import AxisType, Mesh
+from jax.tree_util import tree_flatten_with_path
+
+from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
+from jaxsparse.comm.meshes import Running, context_of, inner_axes, running
+from jaxsparse.comm.static_leaves import has_static, held, released
+from jaxsparse.processes.calls import Step
+from jaxsparse.training.constraints import without_axis
+from jaxsparse.training.gradients import (
+    OwnAndEqual,
+    Way,
+    check_way,
+    run_manually,
+    run_mapped,
+    serves_vmap,
+)
+from jaxsparse.training.sharding import count_workers, warn_of_copies
+from jaxsparse.training.watching import checks_of
+
+
+def run_on_workers(
+    step: Callable[..., Any],
+    mesh: Mesh | int,
+    *,
+    axis_name: str = "data",
+    batch_argnums: int | Sequence[int] = 1,
+    donate_argnums: int | Sequence[int] = (),
+    via: Way | None = None,
+) -> Step:
+    """Compiles one worker's function for all workers.
+
+    Args:
+        step: function of positional arguments. It sees `PerWorker` arrays as (1, ...), batches as
+            (batch / W, ...), and all other arrays whole. An output must be equal on all workers, or
+            marked `PerWorker`: nothing checks that here.
+        mesh: the mesh, or a number of workers to simulate on one device with `jax.vmap`.
+        axis_name: the axis of the workers, bound inside `step`.
+        batch_argnums: numbers of the arguments whose arrays are split along their first axis.
+        donate_argnums: as for `jax.jit`.
+        via: how to run on a mesh with other axes, see `jaxsparse.value_and_grad`.
+
+    Raises:
+        ValueError: the mesh has no such axis or no worker. At the call: the workers don't divide a
+            batch, a leaf is no array, or per-worker state isn't spread over the workers.
+    """
+    given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    workers = count_workers(mesh, axis_name)
+    check_way(via)
+    whole = mesh if isinstance(mesh, Mesh) else None
+    inner = set() if whole is None else {name for name, _ in inner_axes(whole, axis_name)}
+    kinds = {} if whole is None else dict(zip(whole.axis_names, whole.axis_types))
+    if inner and AxisType.Explicit in kinds.values():
+        via = via or "shard_map"
+
+    def one(*args: Any) -> Any:
+        return held(step(*released(args))) if has_static(args) else step(*args)
+
+    def parallel(*args: Any) -> Any:
+        batches = _numbers_of(given, args)
+        _check_arguments(args, batches, workers)
+        if kinds.get(axis_name) == AxisType.Explicit:  # traced arrays tell where they are
+            warn_of_copies(axis_name, args)
+        treedef: Any
+        flat, treedef = tree_flatten_with_path(args)
+        leaves = [x for _, x in flat]
+        is_split = [path[0].idx in batches or is_marked(path) for path, _ in flat]
+        has_model = whole is not None and bool(batches)  # others exchange, and nothing else
+        inside = without_axis(one, axis_name, is_manual=not inner) if has_model else one
+        body = _OneWorker(inside, treedef)
+        with running(Running(whole, axis_name)):
+            way = via
+            if inner and way is None:
+                program = _traced(one, treedef, workers, axis_name, leaves, is_split, whole)
+                serves = not has_model or serves_vmap(program, axis_name)
+                way = "vmap" if serves else "shard_map"
+            if whole is None or (inner and way == "vmap"):
+                with context_of(whole):  # as jax.shard_map has one
+                    outputs = run_mapped(body, workers, whole, axis_name, is_split)(*leaves)
+            else:
+                outputs = run_manually(body, whole, axis_name, is_split, inner)(*leaves)
+        return body.join(*outputs)
+
+    run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
+    if whole is None:
+        return Step(run, (), None)
+    return checks_of(run, whole, axis_name)
+
+
+class _OneWorker:
+    """One worker's step, with its outputs in two lists: per-worker arrays, and those equal on all.
+
+    Only tracing tells what a step returns, so a call remembers the outputs' tree for `join`.
+    """
+
+    def __init__(self, step: Callable[..., Any], arguments: Any) -> None:
+        self._step, self._arguments = step, arguments
+        self._marks: list[bool] = []
+        self._treedef: Any = None
+
+    def __call__(self, *leaves: Any) -> OwnAndEqual:
+        returned = self._step(*self._arguments.unflatten(leaves))
+        outputs, self._treedef = tree_flatten_with_path(returned)
+        self._marks = [is_marked(path) for path, _ in outputs]
+        own = [leaf[0] for (_, leaf), mark in zip(outputs, self._marks) if mark]
+        return own, [leaf for (_, leaf), mark in zip(outputs, self._marks) if not mark]
+
+    def join(self, own: list[Any], equal: list[Any]) -> Any:
+        """What the step returned when it was called last, made of these arrays."""
+        lists = {True: iter(own), False: iter(equal)}
+        return self._treedef.unflatten([next(lists[mark]) for mark in self._marks])
+
+
+def _traced(
+    one: Callable[..., Any],
+    treedef: Any,
+    workers: int,
+    axis_name: str,
+    leaves: list[Any],
+    is_split: list[bool],
+    mesh: Mesh | None,
+) -> Jaxpr:
+    """The program of one worker, to be looked at."""
+
+    def share(x: Any, yes: bool, is_own: bool) -> jax.ShapeDtypeStruct:
+        rows = (1 if is_own else x.shape[0] // workers, *x.shape[1:]) if yes else x.shape
+        return jax.ShapeDtypeStruct(rows, x.dtype)
+
+    paths = [path for path, _ in tree_flatten_with_path(treedef.unflatten(leaves))[0]]
+    shapes = [
+        share(jax.typeof(x), yes, is_marked(path)) for x, yes, path in zip(leaves, is_split, paths)
+    ]
+    flat = lambda *leaves: jax.tree.leaves(one(*treedef.unflatten(leaves)))
+    with context_of(mesh):
+        return jax.make_jaxpr(flat, axis_env=[(axis_name, workers)])(*shapes).jaxpr
+
+
+def _numbers_of(given: tuple[int, ...], args: tuple[Any, ...]) -> set[int]:
+    """The numbers, from 0, of the batches among a call's arguments."""
+    if any(not -len(args) <= i < len(args) for i in given):
+        raise ValueError(
+            f"batch_argnums={given} names an argument that is missing: the call has "
+            f"{len(args)} positional arguments"
+        )
+    return {i % len(args) for i in given}
+
+
+def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> None:
+    for i, arg in enumerate(args):
+        if (module := module_in(arg)) is not None:  # an empty nnx.List is false
+            raise ValueError(
+                f"argument {i} has a flax.nnx {type(module).__name__}, whose changes inside the "
+                "step would be lost: pass the state of nnx.split, and nnx.merge it inside"
+            )
+        for path, leaf in tree_flatten_with_path(arg)[0]:
+            name = f"argument {i}{jax.tree_util.keystr(path)}"
+            shape = jnp.shape(leaf)
+            if i in batches and not shape:
+                raise ValueError(
+                    f"{name} is a scalar in a batch, which can't be split: pass it as an argument "
+                    "of its own, which all workers get whole"
+                )
+            if i in batches and shape[0] % workers:
+                raise ValueError(
+                    f"{name} is a batch of shape {shape}, whose first axis {workers} workers "
+                    "cannot share equally: change the batch size"
+                )
+            if i in batches or not is_marked(path):
+                continue
+            check_wrapped(name, leaf)
+            if shape[0] != workers:
+                raise ValueError(
+                    f"{name} is per-worker state for {shape[0]} workers, but there are {workers}: "
+                    "spread it once before the first step with jaxsparse.shard(state, mesh), or "
+                    "carry it over from another number of workers with "
+                    "jaxsparse.reshard(state, mesh)"
+                )
