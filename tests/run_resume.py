@@ -26,7 +26,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse
 from jaxsparse import PerWorker, shard, warm_up
-from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import SYSTEMS
 
 WORKERS = 4
@@ -94,13 +93,14 @@ def start(name):
 def program(name):
     tx = optimizer(name)
 
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(state, targets):
         params, opt_state = state
-        grads = jax.tree.map(lambda p, t: p - t[0], jaxsparse.local(params), targets)
+        grads = jax.tree.map(lambda p, t: p[None] - t, params, targets)  # a row for each worker
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    return run_on_workers(step, mesh(), donate_argnums=0)
+    return step
 
 
 @functools.cache

@@ -25,8 +25,8 @@ from contract import (
 from recorders import record
 from workers import MESH_SIZES, few, finished, mesh, some
 
-from jaxsparse import PerWorker, error_feedback, local, shard
-from jaxsparse.outer.parallel import run_on_workers
+import jaxsparse
+from jaxsparse import PerWorker, error_feedback, shard
 from jaxsparse.reducers.matrices import MatrixReducer
 
 WAYS_TO_RUN = [(3, "vmap"), (3, "shard_map_unchecked"), (8, "vmap")]
@@ -131,14 +131,15 @@ def _step_and_state(name, momentum):
         "bias": jnp.zeros(3, jnp.float16),
     }
 
-    @chex.assert_max_traces(2)  # one of them for the check
+    def loss(p, batch):
+        return batch.mean() * sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(p))
+
+    @jax.jit
+    @chex.assert_max_traces(1)
     def step(state, batch):
         params, opt_state = state
-
-        def loss(p):
-            return batch.mean() * sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(p))
-
-        updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params, extra=1)
+        grads = jaxsparse.grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, extra=1)
         return optax.apply_updates(params, updates), opt_state
 
     return step, (params, tx.init(params))
@@ -147,7 +148,7 @@ def _step_and_state(name, momentum):
 @functools.cache
 def _compiled_step(name, momentum):
     step, state = _step_and_state(name, momentum)
-    return run_on_workers(step, mesh(3)), shard(state, mesh(3))
+    return step, shard(state, mesh(3))
 
 
 @few_representatives("dense", "sketched_sgd", "omni_reduce")

@@ -124,7 +124,7 @@ def test_the_state_has_rows_and_means_are_exchanged():
         )
     found = jaxsparse.wire_bytes(step, params, state, batch, mesh=mesh)
 
-    def one(carried, batch):  # the other door's step is one worker's
+    def one(carried, batch):  # one worker's step on all
         params, state = carried
         return tx.update(jax.grad(loss_of)(params, batch), state, params)
 
@@ -462,3 +462,42 @@ def test_the_check_warns_of_what_trains_otherwise_than_it_reads(behind, text):
     tx = optax.chain(jaxsparse.top_k(0.1, momentum=0.9), behind)
     with pytest.warns(UserWarning, match=text):
         jaxsparse.check(tx, problem()[0])
+
+
+def test_what_a_watched_step_sends_besides_is_warned_of_once():
+    """Moments cut over the workers: what follows from them is gathered."""
+    where = mesh_of((2,))
+    tx = jaxsparse.dense()
+    params = jax.device_put({"w": jnp.ones((64, 32))}, NamedSharding(where, P()))
+    state, cut = tx.init(params), NamedSharding(where, P("data"))
+    moments = jax.device_put(jnp.zeros((64, 32)), cut)
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def step(params, moments, state, x, is_cut=True):
+        grads = jaxsparse.grad(lambda p, x: jnp.sum(p["w"] @ x.T))(params, x)
+        means, state = tx.update(grads, state, params)
+        moments = 0.9 * moments + means["w"]
+        update = jax.lax.with_sharding_constraint(moments, cut) if is_cut else means["w"]
+        whole = jax.lax.with_sharding_constraint(update, NamedSharding(where, P()))
+        return {"w": params["w"] - whole}, moments, state
+
+    x = jax.device_put(jnp.ones((4, 32)), cut)
+    run = jaxsparse.watch(step, where)
+    with pytest.warns(UserWarning, match=r"besides the exchange, 1 collectives .* 4,096 bytes"):
+        first = run(params, moments, state, x)
+    run(*first, x)
+    jax.tree.map(np.testing.assert_array_equal, first, step(params, moments, state, x))
+    assert run.lower(params, moments, state, x).out_info[0]["w"].shape == (64, 32)
+    jaxsparse.watch(jax.jit(lambda *a: step(*a, False)), where)(params, moments, state, x)
+    with pytest.raises(ValueError, match="axis_name='hosts' is not an axis of the mesh"):
+        jaxsparse.watch(step, where, axis_name="hosts")
+
+
+def test_rows_that_each_device_holds_are_warned_of():
+    where = mesh_of((2,))
+    tx = jaxsparse.top_k(0.5, is_dense=lambda *_: False)
+    params = jax.device_put({"w": jnp.ones((8, 4))}, NamedSharding(where, P()))
+    state = jax.device_put(tx.init(params), NamedSharding(where, P()))
+    step = jaxsparse.watch(jax.jit(lambda s: jax.tree.map(jnp.negative, s)), where)
+    with pytest.warns(UserWarning, match="is per-worker state, but each device holds that of all"):
+        step(state)
