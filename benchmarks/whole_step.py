@@ -1,10 +1,10 @@
 """Measures whole training steps of every system: time, peak memory, and the time to compile them.
 
-The state is donated. The d elements are in one kernel or several, beside a small bias. Workers are
-emulated devices. The loss is the sum of squares of the parameters, so that the exchange takes
-nearly all of the time. Each system's step takes turns with dense's, and the table has the ratio of
-their medians. Programs are compiled as users do, and as the tests do
-(`jax_disable_most_optimizations`). Tracing includes lowering.
+The state is donated. Parameters are a tree as a transformer of ordinary sizes has it: kernels whose
+sizes are no powers of two, and a bias beside each. Workers are emulated devices. The loss is the
+sum of squares of the parameters, so that the exchange takes nearly all of the time. Each system's
+step takes turns with dense's, and the table has the ratio of their medians. Programs are compiled
+as users do, and as the tests do (`jax_disable_most_optimizations`). Tracing includes lowering.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import optax
 import timing
 
 import jaxsparse
-from jaxsparse import data_parallel, shard
+from jaxsparse import shard
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 at_density: Any = importlib.import_module("at_density")
@@ -50,40 +50,68 @@ def transformation(name: str, size: int, workers: int) -> optax.GradientTransfor
     return at_density.transformation_at(name, 0.01, size)
 
 
+def tree_of(size: int, leaves: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of some leaves, half of them kernels and half biases, of about `size` elements.
+
+    Kernels are wide by turns, as those of a transformer's blocks are.
+    """
+    kernels = (leaves + 1) // 2
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(kernels):
+        share = size / kernels * (0.8 if i % 2 else 1.2)
+        width = round((share / (1 if i % 2 else 3)) ** 0.5) | 1  # odd
+        shapes[f"kernel{i}"] = (round(share / width), width)
+        if len(shapes) < leaves:
+            shapes[f"bias{i}"] = (width,)
+    return shapes
+
+
+def loss_of(params: Any, batch: jax.Array) -> jax.Array:
+    return sum(jnp.sum(x * x) for x in jax.tree.leaves(params)) * batch.mean()
+
+
 class Step:
     """One system's step, from its transformation to the compiled program."""
 
-    def __init__(self, name: str, size: int, mesh: jax.sharding.Mesh, leaves: int = 1):
+    def __init__(self, name: str, size: int, mesh: jax.sharding.Mesh, leaves: int):
         self.mesh, self.workers = mesh, mesh.shape["data"]
         self.tx = optax.chain(transformation(name, size, self.workers), optax.sgd(0.1))
-        kernels = {f"kernel{i}": (size // leaves // 1024, 1024) for i in range(leaves)}
-        self.shapes = {**kernels, "bias": (1024,)}
+        self.shapes = tree_of(size, leaves)
 
     def __call__(self, state: Any, batch: jax.Array) -> Any:
-        """One worker's step."""
+        """The step of all workers."""
         params, opt_state = state
-        loss = lambda p: sum(jnp.sum(x * x) for x in jax.tree.leaves(p)) * batch.mean()
-        updates, opt_state = self.tx.update(jax.grad(loss)(params), opt_state, params)
+        grads = jaxsparse.grad(loss_of, mesh=self.mesh)(params, batch)
+        updates, opt_state = self.tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
+
+    def start(self) -> Any:
+        """Parameters and optimizer state, on the mesh."""
+        keys = jax.random.split(jax.random.key(0), len(self.shapes))
+        params = {n: jax.random.normal(k, s) ** 3 for k, (n, s) in zip(keys, self.shapes.items())}
+        return shard((params, self.tx.init(params)), self.mesh)
+
+    def placed(self, x: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = jax.sharding.NamedSharding(self.mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     def compiled(self) -> tuple[Any, float, float]:
         """The program, and the seconds of tracing with lowering, and of compiling."""
         jax.clear_caches()
         arrays = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in self.shapes.items()}
         state = jax.eval_shape(lambda p: shard((p, self.tx.init(p)), self.workers), arrays)
-        run = data_parallel(self, self.mesh, donate_argnums=0)
-        batch = jax.ShapeDtypeStruct((self.workers,), jnp.float32)
+        state = jax.tree.map(self.placed, state, jaxsparse.specs(state))
+        rows = jax.sharding.PartitionSpec("data")
+        batch = self.placed(jax.ShapeDtypeStruct((self.workers,), jnp.float32), rows)
         start = time.perf_counter()
-        lowered = run.lower(state, batch)
+        lowered = jax.jit(self, donate_argnums=0).lower(state, batch)
         traced = time.perf_counter()
         program = lowered.compile()
         return program, traced - start, time.perf_counter() - traced
 
     def runner(self, program: Any) -> Callable[[], Any]:
         """A function that runs a step on the state that its last call left."""
-        keys = jax.random.split(jax.random.key(0), len(self.shapes))
-        params = {n: jax.random.normal(k, s) ** 3 for k, (n, s) in zip(keys, self.shapes.items())}
-        state = [shard((params, self.tx.init(params)), self.mesh)]
+        state = [self.start()]
         batch = shard(jnp.ones(self.workers), self.mesh)
         spec = jax.sharding.PartitionSpec("data")
         batch = jax.device_put(batch, jax.sharding.NamedSharding(self.mesh, spec))
@@ -153,8 +181,10 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--systems", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--size", type=timing.size_of, default=2**24, metavar="D", help="or 2^24")
-    parser.add_argument("--leaves", type=int, default=1, help="kernels, which share the elements")
+    parser.add_argument(
+        "--size", type=timing.size_of, default=29_300_000, metavar="D", help="or 2^24"
+    )
+    parser.add_argument("--leaves", type=int, default=121, help="kernels and biases")
     parser.add_argument("--workers", type=int, default=2, help="emulated devices")
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each system")
     parser.add_argument("--compilations", type=int, default=2, help="of which the least is told")
