@@ -45,7 +45,7 @@ def transformation(name: str, changed: dict[str, Any]) -> Any:
     make = getattr(jaxsparse, name)
     known = inspect.signature(make).parameters
     usual = {setting: value for setting, value in USUAL.items() if setting in known}
-    return make(**{**usual, **SETTINGS.get(name, {}), **changed})
+    return make(**{"workers": WORKERS, **usual, **SETTINGS.get(name, {}), **changed})
 
 
 @functools.cache  # asked for each of a million calls
@@ -67,18 +67,16 @@ def calls(name: str, changed: dict[str, Any]) -> list[str]:
         if event == "call" and (file := own_file(frame.f_code)):
             files.append(file)
 
-    def step(state, gradients):
-        own = jax.tree.map(lambda x: x[0], gradients)
+    def update(gradients, state):
         sys.setprofile(note)
         try:
-            return tx.update(own, state)
+            return tx.update(gradients, state, params)
         finally:
             sys.setprofile(None)
 
-    state = jaxsparse.shard(tx.init(params), WORKERS)
     gradients = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), params)
     jax.clear_caches()
-    jax.eval_shape(jaxsparse.data_parallel(step, WORKERS, check=False), state, gradients)
+    jax.eval_shape(update, gradients, tx.init(params))
     return files
 
 

@@ -1,7 +1,7 @@
 """The wrappers of arrays in a state: this library's marks, and Flax's variables.
 
 Parameters and most optimizer state are equal on all workers; residuals are not. `PerWorker` marks
-the arrays that differ, so that `shard` and `data_parallel` serve an Optax state, a linen
+the arrays that differ, so that `shard` and exchanges serve an Optax state, a linen
 `TrainState` and an nnx state alike.
 
 Optax's states of an `nnx.State` hold `nnx.Variable`s. Trainers ask these for the sharding of arrays
@@ -124,6 +124,27 @@ def check_wrapped(name: str, value: Any) -> None:
 def map_marked(f: Callable[[Any, bool], Any], tree: T) -> T:
     """Maps `f(leaf, is_per_worker)` over the leaves of `tree`."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: f(leaf, is_marked(path)), tree)
+
+
+def own_leaves(tree: Any) -> list[tuple[KeyPath, Any]]:
+    """The path and the array of each per-worker leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(path, leaf) for path, leaf in leaves if is_marked(path)]
+
+
+def as_one_workers(tree: T) -> T:
+    """All workers' tree, in which per-worker arrays are (W, 1, *shape): mapped, one worker's."""
+    return map_marked(lambda x, is_own: x[:, None] if is_own else x, tree)
+
+
+def as_all_workers(tree: T) -> T:
+    """The inverse of `as_one_workers`."""
+    return map_marked(lambda x, is_own: x[:, 0] if is_own else x, tree)
+
+
+def mapped_axes(tree: T) -> T:
+    """The axes of a tree for `jax.vmap`: 0 of per-worker arrays, and None of all others."""
+    return map_marked(lambda _, is_own: 0 if is_own else None, tree)
 
 
 def specs(tree: Any, axis_name: str = "data") -> Any:

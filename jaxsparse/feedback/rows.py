@@ -15,7 +15,13 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
 from jaxsparse.arrays.layout import short_names
 from jaxsparse.comm import meshes
-from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
+from jaxsparse.comm.marks import (
+    PerWorker,
+    as_all_workers,
+    as_one_workers,
+    mapped_axes,
+    own_leaves,
+)
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.feedback.sharded import Update, on_each
 from jaxsparse.feedback.store import ErrorFeedbackState
@@ -112,8 +118,8 @@ def check_rows(
                 f"gradient{keystr(path)} has shape {jnp.shape(x)}, but there are {workers} workers "
                 f"along {axis_name!r}: give jaxsparse.value_and_grad the same mesh or workers="
             )
-    for path, x in tree_leaves_with_path(state):
-        if is_marked(path) and jnp.shape(x)[:1] != (workers,):
+    for path, x in own_leaves(state):
+        if jnp.shape(x)[:1] != (workers,):
             raise ValueError(
                 f"the state{keystr(path)} has shape {jnp.shape(x)}, without a row for each of the "
                 f"{workers} workers: make it by tx.init(params) from parameters on the mesh, or "
@@ -140,12 +146,11 @@ def over_rows(
         scope = f"{meshes.SCOPE}_{meshes.MOMENTUM}" if state.momentum else meshes.SCOPE
         with jax.named_scope(scope):  # `jaxsparse.check` asks for shapes alone
             return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), updates), state
-    # One worker's own arrays have a first axis of 1.
-    widened = map_marked(lambda x, is_own: x[:, None] if is_own else x, state)
+    widened = as_one_workers(state)
     placement = Placement.of(state.placement)
     if mesh is None:
         with jax.named_scope(meshes.SCOPE):
-            axes = map_marked(lambda _, is_own: 0 if is_own else None, state)
+            axes = mapped_axes(state)
             means, after = jax.vmap(
                 lambda updates, state: update(updates, state, momentum, ()),
                 in_axes=(0, axes),
@@ -159,4 +164,4 @@ def over_rows(
         means, after = on_each(
             *(update, mesh, axis_name, placement, compressed, True, updates, widened, momentum)
         )
-    return means, map_marked(lambda x, is_own: x[:, 0] if is_own else x, after)
+    return means, as_all_workers(after)
