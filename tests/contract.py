@@ -1,16 +1,12 @@
 """Checks of what every reducer promises. A system joins by its row in the table of systems."""
 
-import functools
 from typing import NamedTuple
 
 import cases
-import jax
 import jax.numpy as jnp
 import numpy as np
-from workers import finished, on_workers, some
+from workers import by_step, feedback_loop, some
 
-from jaxsparse import PerWorker
-from jaxsparse.comm import wire
 from jaxsparse.systems import SYSTEMS
 
 SIZE = 601  # prime: no worker count, block or column count divides it
@@ -63,44 +59,10 @@ def gradients(workers, steps=STEPS, size=SIZE):
     return (heavy * workers).astype(np.float32)
 
 
-@functools.cache
-def runner(reducer, workers, way, size=SIZE):
-    """A compiled function of gradients that feeds each step's residual back.
-
-    It returns what went into each exchange and what came out, stacked by worker and step.
-    """
-
-    def step(carried, gradient):
-        state, residual = carried
-        x = residual + gradient
-        reduced = finished(reducer, x, state)
-        if way == "shard_map":
-            for leaf in jax.tree.leaves((reduced.mean, reduced.info)):
-                assert not wire.is_varying(leaf, "data"), "must be typed replicated"
-        return (reduced.state, reduced.residual), (x, reduced)
-
-    def run(gradients):  # (steps, d)
-        per_worker = lambda leaf: isinstance(leaf, PerWorker)
-        state = jax.tree.map(
-            lambda leaf: wire.varying(leaf, "data") if per_worker(leaf) else leaf,
-            reducer.init(size),
-            is_leaf=per_worker,
-        )
-        start = state, jnp.zeros_like(gradients[0])
-        return jax.lax.scan(step, start, gradients)[1]
-
-    return on_workers(run, workers, way)
-
-
 def run(name, workers, way="shard_map", full=False, steps=STEPS):
     case = CASES[name]
     stacked = jnp.asarray(gradients(workers, steps).swapaxes(0, 1))
-    return runner(case.full if full else case.reducer, workers, way)(stacked)
-
-
-def by_step(results):
-    steps = jax.tree.leaves(results)[0].shape[1]
-    return [jax.tree.map(lambda leaf, i=i: leaf[:, i], results) for i in range(steps)]
+    return feedback_loop(case.full if full else case.reducer, workers, way)(stacked)
 
 
 def has_sketch(reducer):

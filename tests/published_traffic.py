@@ -15,12 +15,9 @@ from jaxsparse import codecs
 from jaxsparse.arrays import bits, blocks
 from jaxsparse.collectives import sparcml
 from jaxsparse.collectives.messages import MessageFormat
-from jaxsparse.collectives.ok_topk import Regions
 
-# Imported as modules: the package has functions of the same names.
-ok_topk, union = (
-    importlib.import_module(f"jaxsparse.collectives.{name}") for name in ("ok_topk", "union")
-)
+# Imported as a module: the package has a function of the same name.
+union = importlib.import_module("jaxsparse.collectives.union")
 
 
 class Traffic(NamedTuple):
@@ -92,27 +89,6 @@ def sparse_ring_traffic(k, size, workers, codec=codecs.COO, capacity=None):
     last = formats[-1].words + (capacity is not None)
     words = sum(message_format.words for message_format in formats[:-1]) + (workers - 1) * last
     return Traffic(2 * (workers - 1), words)
-
-
-def gtopk_traffic(k, size, workers, codec=codecs.COO):
-    """log2 W rounds of 2k words in COO, and 2 more if W is no power of two."""
-    power = 1 << (workers.bit_length() - 1)
-    rounds = power.bit_length() - 1 + (2 if workers != power else 0)
-    return Traffic(rounds, rounds * codec.words(k, size))
-
-
-def ok_topk_traffic(k, size, workers, codec=codecs.COO, capacity_factor=2.0):
-    """A step that reuses regions and threshold, in 2 (W - 1) + 2 ceil(log2 W) rounds.
-
-    It receives 6 C (W - 1) words in COO, and 3 (W - 1) words of counts. With C = capacity_factor k
-    / W these are capacity_factor times the published 6 k (W - 1) / W. The published number holds as
-    long as regions and counts are balanced. Here it is a bound, not an average.
-    """
-    regions = Regions(size, workers)
-    room = ok_topk._room(k, regions, capacity_factor)
-    entries, sums = codec.words(room, regions.length), codec.words(room, regions.positions)
-    words = (workers - 1) * (entries + 2 * sums + 3)
-    return Traffic(2 * (workers - 1) + 2 * (workers - 1).bit_length(), words)
 
 
 def quantized_all_reduce_traffic(size, workers, quantizer):

@@ -21,14 +21,14 @@ STEPS = 3
 
 def check(name, expected):
     import contract
-    from workers import mesh
+    from workers import feedback_loop, mesh
 
     workers = jax.device_count()
     reducer = contract.CASES[name].reducer
     stacked = contract.gradients(workers, STEPS).swapaxes(0, 1)
     sharding = NamedSharding(mesh(workers), PartitionSpec("data"))
     given = jax.make_array_from_callback(stacked.shape, sharding, lambda index: stacked[index])
-    results = contract.runner(reducer, workers, "shard_map")(given)
+    results = feedback_loop(reducer, workers, "shard_map")(given)
     for i, leaf in enumerate(jax.tree.leaves(results)):
         for shard in leaf.addressable_shards:
             one, other = np.asarray(shard.data), expected[f"{name} {i}"][shard.index]

@@ -1,14 +1,8 @@
 """Sparse vectors of many kinds, exchanged by a reducer over steps."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
-from workers import finished, on_workers
-
-from jaxsparse import PerWorker
-from jaxsparse.comm import wire
+from workers import by_step, feedback_loop
 
 SUPPORTS = ("random", "disjoint", "identical", "empty", "clustered")
 
@@ -29,36 +23,10 @@ def vectors(supports, workers, size, seed, scale=1):
     return np.where(mask, values, 0)
 
 
-@functools.cache
-def exchange(reducer, workers, way):
-    """A compiled function of gradients (steps, d) on each worker that feeds residuals back."""
-
-    def step(carried, gradient):
-        state, residual = carried
-        x = residual + gradient
-        reduced = finished(reducer, x, state)
-        return (reduced.state, reduced.residual), (x, reduced)
-
-    def run(gradients):
-        is_per_worker = lambda leaf: isinstance(leaf, PerWorker)
-        state = jax.tree.map(
-            lambda leaf: wire.varying(leaf, "data") if is_per_worker(leaf) else leaf,
-            reducer.init(gradients.shape[1]),
-            is_leaf=is_per_worker,
-        )
-        return jax.lax.scan(step, (state, jnp.zeros_like(gradients[0])), gradients)[1]
-
-    return on_workers(run, workers, way)
-
-
 def run(reducer, x, way="vmap"):
     """For each step what went into the exchange, (W, d), and what came out."""
     steps = x[:, None] if x.ndim == 2 else x
-    xs, reduced = exchange(reducer, len(x), way)(steps.astype(np.float32))
-    return [
-        jax.tree.map(lambda leaf, i=i: np.asarray(leaf[:, i]), (xs, reduced))
-        for i in range(steps.shape[1])
-    ]
+    return by_step(feedback_loop(reducer, len(x), way)(steps.astype(np.float32)))
 
 
 def total(reduced, scale):

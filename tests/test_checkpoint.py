@@ -56,42 +56,6 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path, names):
     assert done.stdout.splitlines() == [f"{name} equal" for name in names]
 
 
-@pytest.mark.thorough
-def test_kills_leave_complete_checkpoints_only(tmp_path):
-    """Each time it starts, the script checks that the state it finds has the number of its step."""
-    folder = tmp_path / "checkpoints"
-    rng = np.random.default_rng(0)
-    last, interrupted = 0, 0
-    for _ in range(4):
-        with subprocess.Popen(
-            [sys.executable, SCRIPT, "killed", folder], env=ENV, stdout=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                for line in process.stdout:
-                    if line.startswith("found"):
-                        break
-                else:
-                    pytest.fail("it did not load what was there")
-                found = int(line.split()[1])
-                assert found >= last
-                deadline = time.monotonic() + 60
-                while not (folder / str(found + 2)).exists():
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
-                # Kill it either while it writes the next state, or at a random time.
-                if rng.random() < 0.5:
-                    while not half_written(folder):
-                        assert time.monotonic() < deadline
-                else:
-                    time.sleep(rng.uniform(0, 0.1))
-            finally:
-                process.kill()
-        interrupted += half_written(folder)
-        last = found + 2
-    assert last >= 8
-    assert interrupted > 0  # at least one was killed while it wrote
-
-
 @pytest.mark.slow
 def test_a_run_killed_amid_a_save_goes_on_among_others(tmp_path):
     """The launcher of two processes is killed, then one of two, then all of three.
@@ -282,14 +246,3 @@ def test_nothing_is_lost_from_8_workers_to_6_8_1_and_16(tmp_path):
         np.testing.assert_allclose(
             delivered + rest, owed, rtol=0, atol=3e-6 * scale, err_msg=str(workers)
         )
-
-
-@pytest.mark.slow
-def test_training_goes_on_without_a_bump(tmp_path):
-    """Losses, averaged over 5 steps, stay within the spread of seeds, as if nothing had changed."""
-    grouped = lambda losses: losses.reshape(-1, 5).mean(axis=1)
-    seeds = [grouped(train("momentum", seed, (8,) * len(COUNTS), tmp_path)[0]) for seed in range(6)]
-    changed = grouped(train("momentum", 0, COUNTS, tmp_path)[0])
-    mean, spread = np.mean(seeds, axis=0), np.std(seeds, axis=0, ddof=1)
-    assert mean[-1] < mean[0] / 3
-    assert (np.abs(changed - mean) < 3 * spread).all()

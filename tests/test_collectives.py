@@ -348,18 +348,6 @@ def test_quantised_gather(workers, bits):
     assert np.all(np.abs(totals.mean(0) - exact) <= 5 * error + 1e-4)
 
 
-@pytest.mark.parametrize("workers", SIMULATED)
-def test_fill_in_of_uniform_supports(workers):
-    size, k, trials = 512, 64, 40
-    rng = np.random.default_rng(workers)
-    counts = [
-        len(np.unique([rng.choice(size, k, replace=False) for _ in range(workers)]))
-        for _ in range(trials)
-    ]
-    expected = size * (1 - (1 - k / size) ** workers)
-    assert abs(np.mean(counts) - expected) < 5 * np.std(counts) / np.sqrt(trials) + 1e-9
-
-
 def test_errors_name_what_is_wrong():
     data = streams("random", 2)
     with pytest.raises(ValueError, match="op='mean' is unknown"):

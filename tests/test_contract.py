@@ -14,16 +14,14 @@ from contract import (
     REPRESENTATIVES,
     SENDS_LESS,
     SIZE,
-    by_step,
     check_laws,
     each,
     gradients,
     quantizes,
     run,
-    runner,
 )
 from recorders import record
-from workers import MESH_SIZES, few, finished, mesh, some
+from workers import MESH_SIZES, by_step, feedback_loop, few, finished, mesh, some
 
 import jaxsparse
 from jaxsparse import PerWorker, error_feedback, shard
@@ -105,7 +103,7 @@ def test_tiny_vectors(name, size):
     fields = {f: 1 for f in ("k", "cols", "rows", "oversampling") if hasattr(reducer, f)}
     reducer = dataclasses.replace(reducer, **fields)
     g = np.arange(1.0, 1 + 3 * size, dtype=np.float32).reshape(3, 1, size) * 3
-    check_laws(reducer, runner(reducer, 3, "vmap", size)(jnp.asarray(g)), 3)
+    check_laws(reducer, feedback_loop(reducer, 3)(jnp.asarray(g)), 3)
 
 
 @pytest.mark.slow
@@ -113,7 +111,7 @@ def test_tiny_vectors(name, size):
 def test_rounding_error_only_on_real_numbers(name):
     workers = 7
     x = np.random.default_rng(0).normal(size=(workers, 1, SIZE)).astype(np.float32)
-    ((x, reduced),) = by_step(runner(CASES[name].reducer, workers, "vmap")(jnp.asarray(x)))
+    ((x, reduced),) = by_step(feedback_loop(CASES[name].reducer, workers)(jnp.asarray(x)))
     total = workers * np.asarray(reduced.mean[0], np.float64) + np.asarray(reduced.residual).sum(0)
     np.testing.assert_allclose(np.asarray(x, np.float64).sum(0), total, atol=3e-6)
 
@@ -176,7 +174,7 @@ def test_a_non_finite_gradient_on_one_worker_skips_the_step_on_all(name):
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (healthy[0], after[0]))))
 
 
-@reducers
+@few_representatives("dense", "sketched_sgd", "powersgd")
 def test_init_marks_what_differs_between_workers(name):
     _, (_, state) = _step_and_state(name, 0.9)
     assert state[0].residual
@@ -185,7 +183,7 @@ def test_init_marks_what_differs_between_workers(name):
         assert leaf.value.shape[0] == 1
 
 
-@pytest.mark.parametrize("name", CASES)
+@reducers
 def test_an_empty_vector_has_an_empty_mean_or_is_refused(name):
     reducer = CASES[name].reducer
     call = lambda x: finished(reducer, x, reducer.init(0)).mean

@@ -117,7 +117,7 @@ BREAKS = {
     "no mark": lambda folder: (folder / "_CHECKPOINT_METADATA").unlink(),
 }
 INCOMPLETE = ("empty", "no mark")
-QUICK = (("flipped", 4), ("truncated", 3), ("no progress", 4), ("empty", 4))
+QUICK = (("flipped", 4), ("truncated", 3), ("empty", 4))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +220,7 @@ def test_a_second_run_is_told_who_has_the_directory(example, start, tmp_path, mo
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_one_that_ends(start):
     first, second = start(0), None
     assert first.stdout.readline() == "taken\n"
@@ -229,6 +230,7 @@ def test_a_run_waits_for_one_that_ends(start):
     assert second.stdout.readline() == "taken\n"
 
 
+@pytest.mark.slow
 def test_of_runs_that_start_together_one_gets_the_directory(start):
     processes = [start(0.2) for _ in range(4)]
     deadline = time.monotonic() + 30

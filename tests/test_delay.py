@@ -16,8 +16,7 @@ from supports import flat as flat_state
 from workers import few, on_workers, some
 
 import jaxsparse
-from jaxsparse import PerWorker, error_feedback, local, shard
-from jaxsparse.outer.parallel import run_on_workers
+from jaxsparse import PerWorker, error_feedback, local
 from jaxsparse.systems import TopK
 
 STEPS = 4
@@ -159,31 +158,6 @@ def test_rounding_to_half_precision_stays_in_the_residual():
     assert updates.dtype == jnp.bfloat16
     total = 2 * np.asarray(updates[0], np.float64).sum(0) + np.asarray(kept, np.float64).sum(0)
     np.testing.assert_allclose(total, np.asarray(grads, np.float64).sum((0, 1)), atol=1e-4)
-
-
-@pytest.mark.parametrize("delay", some([0, 1], [], slow=[1]))
-def test_a_quadratic_is_minimised_with_and_without_delay(delay):
-    target = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)), jnp.float32)
-
-    tx = optax.chain(
-        jaxsparse.top_k(0.25, delay=delay, is_dense=lambda p, s: False),
-        optax.sgd(0.05),
-    )
-
-    def step(state, target):
-        def one(state, _):
-            params, opt_state = state
-            grads = jax.grad(lambda p: jnp.sum(jnp.square(p - target[0])))(local(params))
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), None
-
-        return jax.lax.scan(one, state, None, length=100)[0]
-
-    params = jnp.zeros(40)
-    state = shard((params, tx.init(params)), 3)
-    params, _ = run_on_workers(step, 3)(state, target)
-    start = float(jnp.sum(jnp.square(target.mean(0))))
-    assert float(jnp.sum(jnp.square(params - target.mean(0)))) < 0.02 * start
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from contract import by_step
 from reference_demo import cosine, demo as reference, exchange, half
 from steps import compiled_step
 from training import train
-from workers import MESH_SIZES, feedback_loop, mesh, some
+from workers import MESH_SIZES, by_step, feedback_loop, mesh, some
 
 from jaxsparse import Stages, demo, traffic
 from jaxsparse.reducers.matrices import Matrix

@@ -7,11 +7,10 @@ import optax
 import pytest
 from supports import flat
 from training import train
-from workers import few, mesh
+from workers import few
 
-from jaxsparse import Stages, local, shard
+from jaxsparse import Stages
 from jaxsparse.feedback import states_in
-from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import dense, dgc, ms_topk
 
 WORKERS, SHAPE, STEPS, K = 3, (40, 30), 6, 24
@@ -125,28 +124,3 @@ def test_density_is_warmed_up():
 
 def test_ms_topk_equals_top_k():
     check(ms_topk(DENSITY, passes=32, momentum=0.9), 0.9, [K] * STEPS)
-
-
-@pytest.mark.slow
-def test_on_devices():
-    """The update on a mesh is as described, and gradients that are averaged already are refused."""
-    tx = optax.chain(optax.clip_by_global_norm(3.0 * WORKERS**-0.5), dgc(DENSITY))
-
-    def step(state, batch, is_local=True):
-        params, opt_state = state
-        loss = lambda p: jnp.sum(p["kernel"] * batch[0]) + p["bias"].sum() * batch[0, 0, 0]
-        grads = jax.grad(loss)(local(params))
-        if not is_local:
-            grads = jax.lax.pmean(grads, "data")
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    batch = gradients()[0]["kernel"]
-    bias = np.broadcast_to(batch[:, 0, :1], (WORKERS, 30))
-    (expected,), _ = describe([{"kernel": batch, "bias": bias}], 0.9, [K], 3.0)
-    state = shard((PARAMS, tx.init(PARAMS)), mesh(WORKERS))
-    params, _ = run_on_workers(step, mesh(WORKERS))(state, batch)
-    for name, wanted in expected.items():
-        np.testing.assert_allclose(params[name], wanted, rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match="are equal on all 3 workers: they have been averaged"):
-        run_on_workers(lambda s, b: step(s, b, is_local=False), mesh(WORKERS))(state, batch)

@@ -67,7 +67,7 @@ def test_a_third_step_keeps_the_dense_momentum():
     np.testing.assert_allclose([u["bias"][0] for u in history], [1, 1.9, 2.71], rtol=1e-6)
 
 
-@pytest.mark.parametrize("workers", few([1, 3, 5], [1, 3]))
+@pytest.mark.parametrize("workers", few([1, 3, 5], [3]))
 def test_many_steps_match_the_oracle(workers):
     rng = np.random.default_rng(workers)
     gradients = rng.normal(size=(12, workers, 40)).astype(np.float32)
@@ -159,7 +159,7 @@ COMPOSITIONS = {
 @compressed
 @pytest.mark.parametrize(
     "composition",
-    some(COMPOSITIONS, ["clipping before", "injected learning rate"]),
+    some(COMPOSITIONS, ["injected learning rate"]),
 )
 def test_composes_with(composition, compress):
     check_composition(COMPOSITIONS[composition](compress))
@@ -368,7 +368,7 @@ def test_several_leaves_are_exchanged_as_one(density, bucket_size):
     assert np.all((momentum[:, 0] == 0).sum(1) >= round(density * 600))
 
 
-@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("momentum", some([None, 0.9], [0.9]))
 @pytest.mark.parametrize("method", [jaxsparse.dense, functools.partial(jaxsparse.true_top_k, 3)])
 def test_a_sum_that_overflows_is_never_applied(method, momentum):
     tx = method(momentum=momentum)
@@ -391,7 +391,7 @@ def two_workers(simulated):
     return run_on_workers(step, where), state
 
 
-@pytest.mark.parametrize("position", few([0, 50_000, 50_149, 50_150, 100_299], [50_149, 100_299]))
+@pytest.mark.parametrize("position", few([0, 50_000, 50_149, 50_150, 100_299], [100_299]))
 @pytest.mark.parametrize("simulated", some([False, True], [False]))
 def test_one_nan_in_many_elements_skips_the_step(position, simulated):
     """XLA's maximum on CPU can lose a NaN, the more surely the longer the vector is."""
@@ -507,7 +507,7 @@ def test_a_skipped_step_keeps_the_sign_of_zero_beside_16_bit_leaves():
     np.testing.assert_array_equal(np.asarray(flat(after.residual)).view(np.uint32), before)
 
 
-@pytest.mark.parametrize("algorithm", ["split_allgather", "ring"])
+@pytest.mark.parametrize("algorithm", some(["split_allgather", "ring"], ["split_allgather"]))
 def test_a_partial_sum_that_overflows_and_finds_no_room_does_not_stay_inf(algorithm):
     tx = jaxsparse.sparcml(4, 8, algorithm=algorithm, union_factor=0.5, is_dense=lambda *_: False)
     step = run_on_workers(lambda g, s: tx.update({"w": g[0]}, s), 2, batch_argnums=0)

@@ -211,7 +211,9 @@ ONE_WORKER = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_WORKER)
+@pytest.mark.parametrize(
+    "name", some(ONE_WORKER, ["spardl", "ef21_sgdm", "powersgd", "partition", "delay", "chain"])
+)
 def test_what_is_like_parameters_is_mapped_and_nothing_else(name):
     """Moments behind the exchange are like parameters; what is a worker's own is not."""
     tx, seen = ONE_WORKER[name], []

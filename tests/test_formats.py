@@ -110,7 +110,7 @@ def test_worked_e3m0_example():
 
 
 @pytest.mark.parametrize(("scale", "slack"), [("bfloat16", 2**-7), ("e8m0", 1.0), ("float32", 0)])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", some(SCALED, ("int8", "e3m0")))
 def test_scales_are_rounded_up_to_their_bits_so_that_no_maximum_clips(name, scale, slack):
     spec, largest = Format(name, 8, scale), LARGEST[name]
     x = normal(8 * 500) * np.repeat(10.0 ** np.linspace(-20, 20, 500), 8).astype(np.float32)
@@ -122,7 +122,7 @@ def test_scales_are_rounded_up_to_their_bits_so_that_no_maximum_clips(name, scal
     np.testing.assert_allclose(scales, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", few(NEAREST, ("int4", "e3m0", "float8_e5m2")))
+@pytest.mark.parametrize("name", few(NEAREST, ("int4", "e3m0")))
 def test_every_format_of_nearest_values_is_a_contraction(name):
     for scale in ("bfloat16", "e8m0"):
         x = np.random.default_rng(1).standard_t(2, 64 * 200).astype(np.float32)
@@ -132,21 +132,15 @@ def test_every_format_of_nearest_values_is_a_contraction(name):
         assert np.all(error[at] <= np.abs(x[at]) / 3 * (1 + 1e-6))
 
 
-@pytest.mark.parametrize("group_size", [1, 32, 1000])
 @pytest.mark.parametrize("name", NAMES)
-def test_as_many_words_travel_as_claimed(name, group_size):
-    for scale in SCALES:
+def test_as_many_words_travel_as_claimed(name):
+    for scale, group_size in (("bfloat16", 32), ("e8m0", 1000), ("float32", 1)):
         spec = Format(name, group_size, scale)
-        for size in (1, 33, 2049):
-            message = jax.eval_shape(
-                lambda x, s=spec: to_message(quantize(x, s, None), s), size_of(size)
-            )
+        for size in (33, 2049):
+            x = jax.ShapeDtypeStruct((size,), jnp.float32)
+            message = jax.eval_shape(lambda x, s=spec: to_message(quantize(x, s, None), s), x)
             assert message.shape == (spec.words(size),)
             assert message.dtype == jnp.uint32
-
-
-def size_of(size):
-    return jax.ShapeDtypeStruct((size,), jnp.float32)
 
 
 def test_bits_a_value_in_all():
@@ -161,8 +155,8 @@ def test_bits_a_value_in_all():
     assert Format("int8", 1, "float32").words(1000) > 1000 > 3 * Format("int8").words(1000)
 
 
-@pytest.mark.parametrize("name", few(NEAREST, ("int4", "e3m0", "float8_e4m3fn")))
-@pytest.mark.parametrize("size", few([1e38, 3.4e38, 1e-38, 1e-30, 0.0], [3.4e38, 1e-38, 0.0]))
+@pytest.mark.parametrize("name", few(NEAREST, ("int4", "float8_e4m3fn")))
+@pytest.mark.parametrize("size", few([1e38, 3.4e38, 1e-38, 1e-30, 0.0], [3.4e38, 1e-38]))
 def test_huge_tiny_and_zero_groups(size, name):
     x = np.float32(size) * np.sign(normal(192)) * np.random.default_rng(1).uniform(0, 1, 192)
     x = x.astype(np.float32)
@@ -182,10 +176,8 @@ def test_huge_tiny_and_zero_groups(size, name):
     assert np.all(np.isfinite(found))
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(
-    "name", few((*SCALED, *MEANS), ("int4", "e3m0", "float8_e4m3fn", "ternary"))
-)
+@pytest.mark.parametrize("bad", some([np.nan, -np.nan, np.inf, -np.inf], [np.nan, -np.inf]))
+@pytest.mark.parametrize("name", few((*SCALED, *MEANS), ("int4", "float8_e4m3fn", "ternary")))
 def test_a_value_that_is_not_finite_does_not_vanish(name, bad):
     x = normal(64 * 3)
     x[3] = bad
@@ -202,7 +194,7 @@ def test_a_value_that_is_not_finite_does_not_vanish(name, bad):
 DIGITS = {2: 32, 3: 20, 4: 16}
 
 
-@pytest.mark.parametrize("size", few([1, 15, 16, 19, 20, 21, 33, 1003, 200_001], (20, 1003)))
+@pytest.mark.parametrize("size", few([1, 15, 16, 19, 20, 21, 33, 1003, 200_001], (1003,)))
 @pytest.mark.parametrize("base", DIGITS)
 def test_digits_fill_words(base, size):
     count, words = DIGITS[base], digit_words(size, base)
@@ -232,7 +224,7 @@ def test_worked_examples_of_means():
     assert sent(x, Format("int2", 4, "e8m0")).tolist() == [1, -1, 1, 8]
 
 
-@pytest.mark.parametrize("count", [0, 3, 16, 17, 40])
+@pytest.mark.parametrize("count", some([0, 3, 16, 17, 40], [3, 17]))
 @pytest.mark.parametrize("name", MEANS)
 def test_padding_does_not_count_in_a_mean(name, count):
     spec, x = Format(name, 16, "float32"), normal(40)
@@ -285,7 +277,7 @@ def test_means_are_a_contraction_of_any_data(name, scale):
             np.testing.assert_allclose(ratio[:, 0], 1 - 1 / B, atol=1e-5)  # a single value
 
 
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("name", few(MEANS, ("sign", "int2")))
 def test_means_of_zeros_of_tiny_values_and_of_a_cut_group(name):
     x = np.zeros(64 * 4 + 5, np.float32)
     x[64:128] = 1e-40  # subnormal
@@ -341,7 +333,7 @@ WHERE = [(w, way) for way in WAYS for w in (2, 3, 5, 8)] + [(64, "vmap")]
 
 
 @pytest.mark.parametrize("where", some(WHERE, [(3, "vmap")], slow=[(64, "vmap")]), ids=str)
-@pytest.mark.parametrize("name", few(NAMES, ("int4", "e3m0", "bfloat16", "ternary")))
+@pytest.mark.parametrize("name", few(NAMES, ("int4", "bfloat16", "ternary")))
 def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(name, where):
     spec, size, (workers, way) = Format(name, 8), 61, where
     x = normal((workers, size))
@@ -355,7 +347,7 @@ def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(na
     assert np.abs(residuals).max() > 0
 
 
-@pytest.mark.parametrize("name", few(NAMES, ("int8", "int2", "ternary", "sign")))
+@pytest.mark.parametrize("name", few(NAMES, ("sign",)))
 def test_large_ranges_have_whole_groups(name):
     """Of 1523 values, each of 3 workers has 508, sent as 512, and the last has 499."""
     spec, workers, size = Format(name, 8), 3, 1523
@@ -371,7 +363,7 @@ def test_large_ranges_have_whole_groups(name):
     assert traffic.wire_bytes(compiled).received == 4 * 4 * spec.words(512)
 
 
-@pytest.mark.parametrize("name", few(NAMES, ("int8", "ternary")))
+@pytest.mark.parametrize("name", few(NAMES, ("ternary",)))
 def test_ranges_that_are_stored_lose_nothing(name):
     """50,021 values of 3 workers: ranges of 16,674 are sent as 16,680, and stored."""
     x = normal((3, 50_021))
@@ -382,7 +374,7 @@ def test_ranges_that_are_stored_lose_nothing(name):
     assert np.linalg.norm(found.residual) < np.linalg.norm(x)
 
 
-@pytest.mark.parametrize("name", few(MEANS, ("sign", "ternary")))
+@pytest.mark.parametrize("name", few(MEANS, ("ternary",)))
 def test_large_messages_have_whole_groups(name):
     """71 values are sent as 72. The last group has the mean of its seven."""
     spec = Format(name, 8)
@@ -414,7 +406,7 @@ E3M0 = formatted("e3m0", group_size=64)
 
 @pytest.mark.parametrize(
     "reducer",
-    some(FED_BACK, [FED_BACK[1]], slow=[E3M0]),
+    some(FED_BACK, [], slow=[FED_BACK[1], E3M0]),
     ids=str,
 )
 def test_the_residual_stays_bounded_over_100_steps(reducer):
@@ -470,7 +462,7 @@ WIRED = [Format("bfloat16"), Format("ternary", 64)]
 @pytest.mark.parametrize("workers", few([2, 3, 8], [3]))
 @pytest.mark.parametrize(
     "spec",
-    few([Format("int4", 64, "e8m0"), Format("int2", 64), *WIRED], WIRED),
+    few([Format("int4", 64, "e8m0"), Format("int2", 64), *WIRED], WIRED[1:]),
     ids=str,
 )
 def test_words_on_the_wire_are_as_reckoned(spec, workers):
@@ -528,13 +520,3 @@ ERRORS = {
 def test_errors_name_the_argument_its_value_and_the_fix(wrong, text):
     with pytest.raises(ValueError, match=text):
         wrong()
-
-
-def test_the_rows_formula_is_that_of_the_words():
-    spec = Format("int4", 256)
-    formula = SYSTEMS["quantized"].received
-    assert formula == "d (W-1)/W (bits/4 + 4/group_size)"
-    for workers in (2, 8):
-        words = quantized_all_reduce_traffic(2**20, workers, spec).words
-        expected = 2**20 * (workers - 1) / workers * (spec.bits / 4 + 4 / spec.group_size)
-        np.testing.assert_allclose(4 * words, expected, rtol=1e-6)

@@ -50,7 +50,7 @@ def test_sums_and_maxima(size):
         assert_same((in_lanes, lambda x, reduce=reduce: reduce(halved(x))), x)
 
 
-@pytest.mark.parametrize("bits", some([31, 23, 4, 1], [31, 1]))
+@pytest.mark.parametrize("bits", some([31, 23, 4, 1], [31]))
 @pytest.mark.parametrize("k", some([1, 40, 1003], [40]))
 def test_kth_largest(bits, k):
     x = np.random.default_rng(bits).integers(2**bits, size=1003).astype(np.uint32)
@@ -72,7 +72,7 @@ def test_kth_largest_of_magnitudes(k):
 # --- compaction ---
 
 
-@pytest.mark.parametrize("share", few([0, 0.001, 0.3, 1], [0.001, 1]))
+@pytest.mark.parametrize("share", few([0, 0.001, 0.3, 1], [0.001]))
 @pytest.mark.parametrize(
     "room", some([(1, 0), (100, 40), (5000, 0)], [(100, 40), (5000, 0)]), ids=str
 )
@@ -116,7 +116,7 @@ HASHED = [(1, 1), (1000, 10), (5003, 5003), (200_000, 100)]
 
 
 @pytest.mark.parametrize("shape", some(HASHED, HASHED[-1:], slow=HASHED[2:-1]), ids=str)
-@pytest.mark.parametrize("threshold", [0.0, 8.0])
+@pytest.mark.parametrize("threshold", some([0.0, 8.0], [8.0]))
 def test_hash_extract(shape, threshold):
     size, m = shape
     x, t = cubed(size).at[::11].set(jnp.nan), jnp.float32(threshold)
@@ -131,7 +131,7 @@ def test_hash_extract(shape, threshold):
 
 
 @pytest.mark.parametrize("tile", some([7, 64, 1003], (7,), slow=(64,)))
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", some([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_slot_max(tile, dtype):
     for seed in range(3):
         x = cubed(1003, seed, dtype).at[-1].set(1e4)  # nothing past it must be read
@@ -165,7 +165,7 @@ def test_encode_to_rounding(spec, size):
     assert_same([functools.partial(form, spec=spec) for form in forms], x, jnp.uint32(7))
 
 
-@pytest.mark.parametrize("cols", [200, 20_001])
+@pytest.mark.parametrize("cols", some([200, 20_001], [20_001]))
 @pytest.mark.parametrize("size", few([3, 50_007], (50_007,)))
 def test_encoding_on_a_gpu_scatters_nothing(cols, size):
     """So it needs no atomic additions, and takes sums in one order. Tiles may form groups."""
@@ -246,7 +246,7 @@ def test_slots_of_a_vector(k, tile, dtype):
         assert_same_slots(values, grid, cubed(1003, int(seed), dtype), seed)
 
 
-@pytest.mark.parametrize("k", [3, 40])  # 40: a slot for each element
+@pytest.mark.parametrize("k", some([3, 40], [3]))  # 40: a slot for each element
 def test_only_the_seed_may_vary(k):
     """Branches must agree on what differs between devices, or nothing is traced."""
     x = cubed(500)
@@ -299,7 +299,10 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name",
+    some(COMPILED, ["encode", "heavy_hitters", "hash_extract", "threshold_top_k", "compact"]),
+)
 @pytest.mark.parametrize("workers", some([0, 2], [2]))
 def test_no_loops_over_tiles(name, workers):
     if workers > jax.device_count():

@@ -69,6 +69,17 @@ def opened(server):
     return Store("s3://bucket/run", config=config, client_options={"allow_http": True})
 
 
+def test_the_environment_allows_http(server, monkeypatch):
+    keys = {"ACCESS_KEY_ID": "any", "SECRET_ACCESS_KEY": "any", "REGION": "us-east-1"}
+    keys |= {"ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "ALLOW_HTTP": "true"}
+    for key, value in keys.items():
+        monkeypatch.setenv(f"AWS_{key}", value)
+    assert Store("s3://runs/one").names("messages") == []
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    with pytest.raises(UnreachableError):
+        Store("s3://runs/one").names("messages")
+
+
 @pytest.mark.parametrize("status", [409, 412])
 def test_what_is_not_taken_and_not_there_is_tried_again(status, server):
     """S3 answers 409 if a request came between, and an object need not be there after that."""

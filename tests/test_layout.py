@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
-from workers import mesh
+from workers import mesh, some
 
 import jaxsparse
 from jaxsparse.arrays import layout
@@ -92,7 +92,7 @@ def test_bucket_size_may_be_numpys():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("summands", [1, 2, 3, 5, 7, 64, 100])
+@pytest.mark.parametrize("summands", some([1, 2, 3, 5, 7, 64, 100], [1, 3, 100]))
 def test_sums_of_narrowed_values_never_overflow(dtype, summands):
     big = layout.narrow(jnp.array([-3e38, 1.0, 3.4e38]), dtype, summands)
     total = functools.reduce(jnp.add, [big] * summands)

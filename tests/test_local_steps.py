@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -13,12 +14,11 @@ import on_meshes
 import optax
 import pytest
 import reference_chunks as chunks
-import reference_formats as formats
 import reference_local_steps as reference
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec as P
-from workers import mesh, some
+from workers import mesh, rows, some
 
 import jaxsparse
 from jaxsparse import LocalSteps, PerWorker, Stages, outer, reshard
@@ -94,7 +94,7 @@ def where(workers, way):
     return mesh(workers) if way == "mesh" else workers
 
 
-@pytest.mark.parametrize("way", ["mesh", "simulated"])
+@pytest.mark.parametrize("way", some(["mesh", "simulated"], ["simulated"]))
 def test_diloco_as_worked_by_hand(way):
     """theta = 1; workers end at .90 and .86, then at .80 and .72; alpha = .7, mu = .9."""
     train = LocalSteps(
@@ -187,6 +187,7 @@ def test_one_step_of_sgd_and_the_plain_mean_is_data_parallel_sgd():
         np.testing.assert_allclose(state.params, dense[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_plain_mean_is_local_sgd_and_one_worker_is_left_alone():
     """FedAvg. With W = 1 an outer step changes nothing but rounding. Inner momenta go on."""
     inner = optax.sgd(0.1, momentum=0.9)
@@ -209,6 +210,7 @@ def test_a_plain_mean_is_local_sgd_and_one_worker_is_left_alone():
     np.testing.assert_allclose(single.params, expected[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_of_adam_is_an_adam_of_each_worker_before_the_exchange():
     """H = 1 with Adam's step inside and `per_worker` before the exchange are the same training."""
     exchange = jaxsparse.top_k(0.25, is_dense=lambda *_: False)
@@ -267,16 +269,6 @@ def test_sparse_loco_is_that_of_numpy(workers, settings):
     if kept:
         joined = np.concatenate([x.reshape(workers, -1) for x in kept], axis=1)
         np.testing.assert_allclose(joined, residual, rtol=2e-3, atol=4e-3)
-
-
-@pytest.mark.slow
-def test_everything_sent_exactly_is_a_plain_mean():
-    tree = moves(4, 3)
-    make = lambda tx: run(LocalSteps(walk, tx, 3, every=2), tree)[0]
-    whole = outer.sparse_loco(
-        learning_rate=1.0, k=16, chunk_size=16, value_bits=32, decay=0.0, is_dense=lambda *_: False
-    )
-    np.testing.assert_allclose(make(whole), make(outer.mean()), rtol=1e-5, atol=1e-5)
 
 
 FRAGMENTS = {
@@ -376,37 +368,6 @@ def test_weights_of_a_broken_worker_are_forgotten_and_others_kept():
     assert kept == [[5, 1], [0, 3], [1, 6], [0, 0]]
     # Two moves of weight 2, and four of weight 10.
     np.testing.assert_allclose(state.params[0], [-(2 * 2 + 4 * 10) / 12], rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_streaming_in_four_bits_is_that_of_numpy():
-    """Streaming DiLoCo's own exchange: E3M0, rounded on the way in and out, nothing fed back."""
-    workers, steps, every = 3, 9, 4
-    few_bits = jaxsparse.quantized(
-        "e3m0", group_size=4, decay=0, is_dense=lambda path, shape: False
-    )
-    train = LocalSteps(
-        walk,
-        outer.diloco(0.7, 0.9, exchange=few_bits),
-        workers,
-        every=every,
-        streaming=outer.Streaming(2, overlap=1),
-    )
-    tree = moves(steps, workers)
-    found, own, state = run(train, tree)
-    vectors, parts = as_vectors(tree), [EMBEDDING, np.concatenate(LAYERS)]
-    rule = lambda v: formats.rounded(v, "e3m0", 4, "bfloat16")[0]
-
-    def twin(exchange):
-        optimizer = reference.nesterov(0.7, 0.9)
-        return reference.train(flat(START), vectors, optimizer, every, exchange, parts, 1, 0.5)
-
-    expected, expected_own = twin(lambda _, moved: formats.all_reduced(moved, rule)[0] / workers)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(own, expected_own, rtol=1e-5, atol=1e-5)
-    exact, _ = twin(None)
-    assert np.abs(exact - expected).max() > 0.05
-    assert int(state.skipped) == 0
 
 
 def draw(seed):
@@ -599,6 +560,7 @@ def test_a_broken_worker_goes_back_and_the_others_keep_their_steps():
     )
 
 
+@pytest.mark.slow
 def test_a_broken_worker_recovers_under_streaming():
     states, _ = broken_run(outer.Streaming(2, overlap=1))
     assert int(states[-1].skipped) == 1
@@ -642,16 +604,6 @@ def test_slow_momentum_survives_an_inner_rate_of_zero():
             state, _ = train(state, jnp.ones((2, 2)), t)
     assert int(state.skipped) == 0
     assert np.isfinite(np.asarray(state.params)).all()
-
-
-def test_the_end_of_a_run_is_exchanged():
-    tree = moves(5, 2)
-    for streaming in (None, outer.Streaming(3)):
-        train = LocalSteps(walk, outer.mean(), 2, every=3, streaming=streaming)
-        _, own, state = run(train, tree, finish=False)
-        assert not np.allclose(flat(state.params), own[-1].mean(0), atol=0.1)
-        done = train.finish(state, 5)
-        np.testing.assert_allclose(flat(done.params), own[-1].mean(0), rtol=1e-5, atol=1e-5)
 
 
 ENDS = {
@@ -738,7 +690,7 @@ def counting(state, batch, key, scale):
     return {"w": moved, "step": state["step"] + 1}, metrics
 
 
-@pytest.mark.parametrize("way", ["simulated", "mesh", "grid"])
+@pytest.mark.parametrize("way", some(["simulated", "mesh", "grid"], ["grid"]))
 def test_where_a_jitted_step_stood(way):
     """Metrics are what the trainer shows, other arguments reach the step, and a state counts."""
     workers, every = 2, 2
@@ -789,25 +741,23 @@ def test_a_broken_worker_does_not_hold_up_the_end():
     assert int(state.skipped) == 1
 
 
-DELAYED = {
-    "dense": outer.mean(exchange=jaxsparse.dense(delay=1)),
-    "sparse": optax.chain(
+DELAYED = [
+    outer.mean(exchange=jaxsparse.dense(delay=1)),
+    optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.chain(optax.chain(jaxsparse.top_k(0.5, delay=1)), optax.sgd(1.0)),
     ),
-    "all compressed": jaxsparse.spardl(0.5, delay=1, is_dense=lambda path, shape: False),
-}
+    jaxsparse.spardl(0.5, delay=1, is_dense=lambda path, shape: False),
+]
 
 
-@pytest.mark.parametrize("streaming", [None, outer.Streaming(2)], ids=["whole", "streaming"])
-@pytest.mark.parametrize("name", DELAYED)
-def test_an_exchange_with_a_delay_is_refused(name, streaming):
-    train = LocalSteps(
-        lambda s, b: ((s[0] + 1.0,), None), DELAYED[name], 2, every=4, streaming=streaming
-    )
+def test_an_exchange_with_a_delay_is_refused():
     kernel = jnp.zeros((64, 32))
-    with pytest.raises(ValueError, match="outer holds an exchange with delay=1"):
-        train.init(({"kernel": kernel, "bias": jnp.zeros(2), "layer0": kernel},))
+    for tx, streaming in itertools.product(DELAYED, (None, outer.Streaming(2))):
+        step = lambda s, b: ((s[0] + 1.0,), None)
+        train = LocalSteps(step, tx, 2, every=4, streaming=streaming)
+        with pytest.raises(ValueError, match="outer holds an exchange with delay=1"):
+            train.init(({"kernel": kernel, "bias": jnp.zeros(2), "layer0": kernel},))
     with pytest.raises(TypeError, match="no option 'delay'"):
         outer.sparse_loco(delay=1)
 
@@ -915,7 +865,7 @@ def test_parameters_of_few_bits_lose_nothing_globally():
 
 
 @pytest.mark.parametrize("streaming", [None, outer.Streaming(1, 1)], ids=["whole", "mixed"])
-@pytest.mark.parametrize(("dtype", "start"), [("float16", 6.4e4), ("bfloat16", 3.3e38)])
+@pytest.mark.parametrize(("dtype", "start"), rows([("float16", 6.4e4)], [("bfloat16", 3.3e38)]))
 def test_global_values_beyond_the_range_of_workers_are_clipped(dtype, start, streaming):
     """A worker that rounds them to infinity would be broken in each outer step for ever."""
     step = lambda s, b: ((jnp.full_like(s[0], b[0, 0].astype(dtype)),), ())
@@ -1086,7 +1036,7 @@ def test_nothing_in_a_step_waits_for_the_exchange_beside_it():
     assert jaxsparse.wire_bytes(train.streamed[1], state, batch).payload == 4 * (23 + 1 + 1)
 
 
-@pytest.mark.parametrize("streaming", some([None, outer.Streaming(3)], [None]), ids=str)
+@pytest.mark.parametrize("streaming", some([None, outer.Streaming(3)], []), ids=str)
 def test_another_number_of_workers_goes_on_from_the_mean(streaming):
     """Global parameters and outer momentum stay. The moves of workers since then are averaged."""
     make = lambda w: LocalSteps(walk, outer.diloco(), w, every=4, streaming=streaming)
@@ -1106,50 +1056,6 @@ def test_another_number_of_workers_goes_on_from_the_mean(streaming):
 
 
 FEATURES = np.random.default_rng(5).normal(size=(12, 8)).astype(np.float32)
-
-
-def linen_start():
-    model = nn.Dense(4)
-    params = model.init(jax.random.key(0), FEATURES[:1])["params"]
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.1))
-
-    def step(state, x):
-        loss = lambda params: jnp.mean(jnp.square(state.apply_fn({"params": params}, x) - 1))
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    return state, step, None, lambda params: (params["kernel"], params["bias"])
-
-
-def nnx_start():
-    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-    kernel = nn.Dense(4).init(jax.random.key(0), FEATURES[:1])["params"]["kernel"]
-    model.kernel.set_value(kernel)
-    graphdef, state = nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))
-
-    def step(state, x):
-        model, optimizer = nnx.merge(graphdef, state)
-        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.square(m(x) - 1)))(model)
-        optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), loss
-
-    pick = lambda state: nnx.filter_state(state, nnx.Param)
-    return state, step, pick, lambda params: (params[0]["kernel"][...], params[0]["bias"][...])
-
-
-@pytest.mark.slow
-def test_linen_and_nnx_states_train_alike():
-    found = []
-    for start, step, pick, read in (linen_start(), nnx_start()):
-        train = LocalSteps(step, outer.diloco(), 3, every=2, params=pick)
-        state = train.init(start)
-        with jax.numpy_dtype_promotion("standard"):
-            for t in range(5):
-                state, loss = train(state, FEATURES, t)
-        found.append((read(state.params), loss))
-        assert loss.shape == (3,)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
-    assert np.all(found[0][1] < 1)
 
 
 def linen_with_statistics():

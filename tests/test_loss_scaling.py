@@ -33,13 +33,6 @@ def test_the_scale_falls_from_too_high_and_training_goes_on(tmp_path):
     assert float(re.search(r"accuracy ([\d.]+) %", last)[1]) > 80
 
 
-@pytest.mark.thorough
-def test_a_scale_that_fits_skips_nothing_and_is_raised(tmp_path):
-    flags = ["--simulate", 4, "--hidden", 64, "--steps", 20, "--scale", 8, "--raise-every", 10]
-    printed = run("loss_scaling.py", *flags, cwd=tmp_path)
-    assert "20 steps, 0 skipped, loss scale 32" in printed
-
-
 def trained_with_a_scale_of_its_own(when_skipped):
     """The scales of a trainer that halves its own when updates are not finite, and its losses."""
     tx = jaxsparse.top_k(0.5, is_dense=lambda path, shape: False, when_skipped=when_skipped)

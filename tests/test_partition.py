@@ -3,15 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from steps import compiled_step
 from workers import mesh, on_workers
 
-from jaxsparse import Stages, error_feedback, local, shard, traffic
+from jaxsparse import Stages, error_feedback, traffic
 from jaxsparse.arrays import layout
 from jaxsparse.feedback import partition
-from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import (
     Dense,
     Dragonn,
@@ -122,19 +120,6 @@ def test_a_rule_for_an_empty_leaf_is_no_error():
 
 
 @pytest.mark.slow
-def test_payload_is_the_sum_of_the_groups():
-    shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (33,)}
-    tx = partition(
-        {
-            "embed": TrueTopK(7),
-            "kernel": SketchedSGD(k=10, cols=100, rows=3, oversampling=2),
-        }
-    )
-    sent = traffic.wire_bytes(compiled_step(tx, mesh(2), shapes))
-    assert sent.payload == 4 * (300 * 16 + 3 * 100 + 2 * 10 + 33 + 1)
-
-
-@pytest.mark.slow
 def test_a_budget_for_one_group_counts_the_dense_leaves_and_for_several_does_not():
     budget = SketchedSGD(5.0, rows=3)
     shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (300,)}
@@ -158,28 +143,6 @@ def test_no_more_memory_than_one_group():
     reducer = TopK(0.01)
     apart = partition({"embed": TopK(0.01, selection="exact"), "kernel": reducer})
     assert peak(apart) <= 1.01 * peak(error_feedback(TopK(0.01, selection="exact")))
-
-
-@pytest.mark.slow
-def test_composes_with_an_optimizer_and_stages():
-    tx = optax.chain(
-        partition({"embed": TopK(0.1), "k": SparDL(0.1)}),
-        optax.sgd(1e-2, momentum=0.9),
-    )
-    params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-
-    def step(state, batch):
-        params, opt_state = state
-        loss = lambda p: sum(jnp.sum(x * x) for x in jax.tree.leaves(p)) * batch.mean()
-        updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    run = run_on_workers(step, mesh(2))
-    state = shard((params, tx.init(params)), mesh(2))
-    for _ in range(3):
-        state = run(state, jnp.ones(2, jnp.float32))
-    assert all(np.all(np.asarray(leaf) < 1) for leaf in [state[0]["bias"]])
-    assert np.any(np.asarray(state[0]["embed"]) < 1)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import by_step
 from reference_low_rank import powersgd as reference
 from steps import compiled_step
-from workers import MESH_SIZES, finished, mesh, on_workers, some
+from workers import MESH_SIZES, by_step, finished, mesh, on_workers, some
 
 from jaxsparse import Stages, powersgd, reshard, shard, traffic
 from jaxsparse.comm import wire

@@ -43,9 +43,9 @@ def test_numpy_integers_are_ints():
         assert np.count_nonzero(exchange(reducer, x, "vmap").mean[0]) == 5
 
 
-@pytest.mark.parametrize("compression", [1.5, 5, 10, 10.5, 20, 100, 900])
+@pytest.mark.parametrize("compression", some([1.5, 5, 10, 10.5, 20, 100, 900], [1.5, 10.5, 900]))
 @pytest.mark.parametrize("selection", ["top_k", "heavymix"])
-@pytest.mark.parametrize("rows", [None, 1, 3, 5, 15])
+@pytest.mark.parametrize("rows", some([None, 1, 3, 5, 15], [None, 15]))
 def test_a_sketch_has_as_many_columns_as_coordinates(compression, selection, rows):
     """Alg. 1 needs the order of k, and with fewer even k equal coordinates drown."""
     size, dense_size = 1_000_003, 700

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contract import CASES, has_sketch, runner
-from workers import some
+from contract import CASES, has_sketch
+from workers import feedback_loop, some
 
 WORKERS = 8
 SIZE = 20_011
@@ -20,7 +20,7 @@ TIMES = 20
 @pytest.mark.parametrize("name", some(CASES, ("top_k",)))
 def test_repeated_exchanges_are_bitwise_equal(name):
     x = np.random.default_rng(0).normal(size=(WORKERS, 2, SIZE)).astype(np.float32) ** 3
-    run = runner(CASES[name].reducer, WORKERS, "vmap", SIZE)
+    run = feedback_loop(CASES[name].reducer, WORKERS)
     x = jnp.asarray(x)
     first = jax.tree.map(np.asarray, run(x))
     mean = first[1].mean

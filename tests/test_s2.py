@@ -1,17 +1,12 @@
 """S2 Reducer against its description, and the noise that it is said to have."""
 
 import functools
-import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
-import matplotlib.image
 import numpy as np
 import pytest
 import reference_sketch as reference
-import running
 from published_traffic import s2_traffic
 from workers import MESH_SIZES, WAYS, feedback_loop, few, on_workers, some
 
@@ -369,51 +364,3 @@ def test_settings_are_checked():
 
 
 # --- the benchmark ---
-
-
-def benchmark(*flags, cwd):
-    """What benchmarks/s2_reducer.py prints, run as a user runs it."""
-    script = running.ROOT / "benchmarks" / "s2_reducer.py"
-    done = subprocess.run(
-        [sys.executable, script, *map(str, flags)],
-        cwd=cwd,
-        env=running.ENV,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_it_trains_and_draws(tmp_path):
-    flags = ["--steps", 2, "--seeds", 0, "--ratios", 0.5, 9, "--rates", 0.1, "--blocks"]
-    benchmark(*flags, "--figure", "drawn.png", "--json", "result.json", cwd=tmp_path)
-    rows = json.loads((tmp_path / "result.json").read_text())["results"]
-    assert [(row["sizing"], row["words"]) for row in rows] == [
-        ("dense", 25856),
-        ("blocks, all", 6528),
-        ("union", 2926),
-        ("blocks, union", 2816),  # the most blocks of each of 8 workers in as many words
-        ("random, union", 2926),  # as many words as the sketch's
-        ("union, exact", 6528),
-        ("local", 408),
-        ("blocks, local", 384),
-        ("random, local", 408),
-        ("local, exact", 6528),
-    ]
-    assert matplotlib.image.imread(tmp_path / "drawn.png").size
-
-
-@pytest.mark.slow
-def test_words_received_are_those_of_compiled_programs_of_many_workers(tmp_path):
-    """Of 2^20 elements, at 1/32."""
-    printed = benchmark("--received", 2, 16, cwd=tmp_path).splitlines()
-    columns = ("union", "local", "omni_reduce", "sparse_all_gather", "dense")
-    assert tuple(printed[1].split()[1:]) == columns
-    for line, workers in zip(printed[2:], (2, 16)):
-        first, *shares = line.split()
-        assert int(first) == workers
-        for sizing, share in zip(("union", "local"), shares):
-            words = s2_traffic(S2(sizing=sizing), 2**20, workers).words
-            assert float(share) == pytest.approx(words / 2**20, abs=5e-4)

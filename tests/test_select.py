@@ -16,8 +16,8 @@ from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.select.compaction import compact_ranked, compact_rows
 
 
-@pytest.mark.parametrize("size", [1, 2, 17, 1000])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", some([1, 2, 17, 1000], [1, 17]))
+@pytest.mark.parametrize("dtype", some([jnp.float32, jnp.bfloat16], [jnp.float32]))
 def test_top_k_is_exact(size, dtype):
     x = jnp.asarray(np.random.default_rng(size).normal(size=size), dtype)
     for k in {1, (size + 1) // 2, size}:
@@ -39,12 +39,6 @@ def test_from_dense_leaves_out_of_range_slots_empty():
     np.testing.assert_array_equal(s.values, [8, 0])
 
 
-@pytest.mark.parametrize("k", [0, -1, 4])
-def test_k_out_of_range_is_refused(k):
-    with pytest.raises(ValueError, match=f"k={k} must lie between 1 and the vector's size, 3"):
-        select.top_k(jnp.ones(3), k)
-
-
 def test_a_matrix_is_refused():
     with pytest.raises(ValueError, match=r"x has shape \(2, 3\).*x.ravel\(\)"):
         select.top_k(jnp.ones((2, 3)), 1)
@@ -59,7 +53,7 @@ def positions(mask, capacity):
     return np.pad(taken, (0, capacity - len(taken)), constant_values=len(mask))
 
 
-@pytest.mark.parametrize("size", few([0, 1, 2, 31, 32, 33, 40, 1023, 1025, 5003], [0, 1, 33, 5003]))
+@pytest.mark.parametrize("size", few([0, 1, 2, 31, 32, 33, 40, 1023, 1025, 5003], [33, 5003]))
 def test_compact_is_nonzero(size):
     for capacity in sorted({0, 1, size // 2, size, size + 3}):
         for share in (0.0, 0.02, 0.5, 1.0):
@@ -69,7 +63,7 @@ def test_compact_is_nonzero(size):
             assert found.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3), [0]))
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.3])
 def test_compact_of_many_blocks(share, seed):
     """Capacities that hold everything and that don't, and blocks without any element."""
@@ -118,12 +112,12 @@ def test_ranks_are_taken_one_after_another(size):
         np.testing.assert_array_equal(found, padded)
 
 
-@pytest.mark.parametrize("first", [0, 7, 700, 3000])
-def test_some_are_left_out_before(first):
+def test_some_are_left_out_before():
     mask = np.random.default_rng(0).uniform(size=3000) < 0.3
-    compact = lambda mask, first: compact_ranked(mask, lambda m, _: m, 1, 400, first=first)
-    found = jax.jit(compact)(mask, jnp.int32(first))
-    np.testing.assert_array_equal(found, positions(mask, 3400)[first : first + 400])
+    compact = jax.jit(lambda mask, first: compact_ranked(mask, lambda m, _: m, 1, 400, first=first))
+    for first in (0, 7, 700, 3000):
+        found = compact(mask, jnp.int32(first))
+        np.testing.assert_array_equal(found, positions(mask, 3400)[first : first + 400])
 
 
 @pytest.mark.parametrize("enough", some([1, 100, 1000], [100]))
@@ -192,7 +186,8 @@ DATA = {
     "stride 1000": lambda rng, n: strided(rng, n, 1000),
     "stride of a tile": lambda rng, n: strided(rng, n, -(-n // 64)),
 }
-every_data = pytest.mark.parametrize("data", DATA)
+USUAL = ["normal", "rising", "negative zeros", "ties", "infinities", "denormal", "stride of a tile"]
+every_data = pytest.mark.parametrize("data", some(DATA, USUAL))
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 every_dtype = pytest.mark.parametrize("dtype", few(DTYPES, [jnp.float32]))
 
@@ -229,20 +224,13 @@ def energy_share(x, indices):
     return np.sum(square[indices]) / best if best else 1.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("power", [1, 3])
-@pytest.mark.parametrize("size", few([2**18, 2**18 - 1, 100_003], [100_003]))
-def test_fast_top_k_keeps_nearly_all_energy(size, power):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=size).astype(np.float32) ** power)
-    for k in (size // 1000, size // 100, size // 20):
-        for seed in range(3):
-            indices = check_stream(select.fast_top_k(x, k, seed=seed), x, k)
-            assert energy_share(x, indices) > 0.97
-
-
 @pytest.mark.parametrize("size", some([2**17, 70_001], [70_001]))
 @pytest.mark.parametrize(
-    "data", [d for d in DATA if d not in ("zeros", "negative zeros", "infinities", "denormal")]
+    "data",
+    some(
+        [d for d in DATA if d not in ("zeros", "negative zeros", "infinities", "denormal")],
+        ["rising", "ties", "one run", "stride of a tile"],
+    ),
 )
 def test_fast_top_k_of_any_arrangement(data, size):
     """The mean over seeds is as promised. A single seed can lose more where regions meet."""
@@ -267,14 +255,14 @@ def test_fast_top_k_gives_distinct_entries(data, dtype):
 @every_data
 @every_dtype
 def test_fast_top_k_is_exact_where_promised(data, dtype):
-    for size, k in ((1, 1), (2, 1), (15, 1), (100, 7), (3001, 3001), (70_001, 4400)):
+    for size, k in ((1, 1), (15, 1), (3001, 3001), (70_001, 4400)):
         assert 16 * k > size
         x = make(data, size, dtype)
         indices = check_stream(select.fast_top_k(x, k), x, k)
         np.testing.assert_array_equal(np.sort(indices), np.sort(ranked(x)[:k]))
 
 
-@pytest.mark.parametrize("size", some([16, 17, 1000, 65_537], [17, 65_537]))
+@pytest.mark.parametrize("size", some([16, 17, 1000, 65_537], [65_537]))
 def test_the_largest_element_is_never_lost(size):
     for index in {0, size // 2, size - 1}:
         x = jnp.zeros(size).at[index].set(-3.0)
@@ -289,14 +277,6 @@ def test_seeds_matter_and_may_be_traced():
     assert sets[0] == sets[1] != sets[2] != sets[3]
     traced = jax.jit(lambda seed: select.fast_top_k(x, k, seed=seed))(jnp.int32(1))
     assert set(np.asarray(traced.indices).tolist()) == sets[2]
-
-
-@pytest.mark.parametrize("seed", [1.5, jnp.zeros(2, jnp.uint32), None])
-def test_a_bad_seed_is_refused(seed):
-    with pytest.raises(
-        ValueError, match=r"seed=.* must be an integer scalar: pass an int or a uint32"
-    ):
-        select.fast_top_k(jnp.ones(3), 1, seed=seed)
 
 
 # --- group_top_k ---
@@ -326,17 +306,18 @@ GROUPS = [
 ]
 
 
-@every_data
 @pytest.mark.parametrize("group", some(GROUPS, [GROUPS[i] for i in (2, 5, 6, 9, 10, 11)]), ids=str)
-def test_group_top_k_is_exact(group, data):
+def test_group_top_k_is_exact(group):
     size, k, group_size = group
-    x = make(data, size)
-    kept = jax.jit(select.group_top_k, static_argnums=(1, 2))(x, k, group_size)
-    expected = group_oracle(x, k, group_size)
-    assert len(expected) == k * (size // group_size) + min(k, size % group_size)
-    if k > 16:  # of rising indices, for codecs
-        expected = np.sort(expected)
-    np.testing.assert_array_equal(check_stream(kept, x, len(expected)), expected)
+    for data in DATA:
+        x = make(data, size)
+        kept = jax.jit(select.group_top_k, static_argnums=(1, 2))(x, k, group_size)
+        expected = group_oracle(x, k, group_size)
+        assert len(expected) == k * (size // group_size) + min(k, size % group_size)
+        if k > 16:  # of rising indices, for codecs
+            expected = np.sort(expected)
+        found = check_stream(kept, x, len(expected))
+        np.testing.assert_array_equal(found, expected, err_msg=data)
 
 
 def large_groups():
@@ -363,7 +344,7 @@ def test_top_k_of_large_groups_is_exact_and_in_order():
         np.testing.assert_array_equal(kept.values, np.asarray(x)[kept.indices])
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", some(range(5), [0]))
 @every_dtype
 def test_group_top_k_of_any_dtype(dtype, seed):
     for data in ("normal", "ties", "linear"):
@@ -489,11 +470,13 @@ SELECTIONS = {
     "group_top_k": lambda x: select.group_top_k(x, 3, 70),
     "group_top_k by sorts": lambda x: select.group_top_k(x, 30, 70),
     "compact": lambda x: select.compact(x > 1, 400),
+    # More elements pass than there is room for, or few do.
+    "hash_extract": lambda x: select.hash_extract(x, 0.1, 50, seed=2**32 - 1),
+    "hash_extract of few": lambda x: select.hash_extract(x, 20.0, 50),
+    "slot_max": lambda x: select.slot_max(x, 50, seed=3),
+    "slot_max of tiles": lambda x: select.slot_max(jnp.tile(x, 7), 50),
 }
-# The two others are other settings of these functions.
-every_selection = pytest.mark.parametrize(
-    "name", some(SELECTIONS, ["top_k", "fast_top_k", "group_top_k", "compact"])
-)
+every_selection = pytest.mark.parametrize("name", some(SELECTIONS, ["fast_top_k", "group_top_k"]))
 
 
 @functools.cache
@@ -533,7 +516,7 @@ def test_replicated_inputs_give_replicated_results_under_shard_map(name):
     check_equal(one(rows[0]), jax.tree.map(lambda leaf: leaf[0], expected))
 
 
-@pytest.mark.parametrize("name", some(SELECTIONS, ["fast_top_k", "top_k"]))
+@pytest.mark.parametrize("name", some(SELECTIONS, ["fast_top_k"]))
 def test_selections_under_x64(name):
     rows, expected = rows_and_results(name)
     with jax.enable_x64(True):

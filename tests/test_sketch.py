@@ -101,7 +101,7 @@ def test_encode_rounds_as_float32_sums_do():
     assert np.all(np.abs(table - expected) <= 1e-5 * bound)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", some([jnp.bfloat16, jnp.float16], [jnp.bfloat16]))
 def test_half_precision_is_accumulated_in_float32(dtype):
     spec = SketchSpec(3, 16)
     # Sums of these are exact in float32, in any order, but need more than 8 bits.
@@ -192,9 +192,7 @@ STRUCTURED = [
     "low rank",
     "alternating",
 ]
-structures = pytest.mark.parametrize(
-    "name", some(STRUCTURED, ["constant", "normal", "heavy row", "stride of a tile"])
-)
+structures = pytest.mark.parametrize("name", some(STRUCTURED, ["constant", "stride of a tile"]))
 SEEDS = jnp.arange(400, dtype=jnp.uint32)
 
 
@@ -258,7 +256,7 @@ def test_median_is_as_accurate_as_the_textbook_sketch(name):
     assert np.max(np.abs(bias)) < 6 * np.linalg.norm(x) / np.sqrt(spec.cols * len(SEEDS))
 
 
-@pytest.mark.parametrize("cols", [97, 128, 250, 1000])
+@pytest.mark.parametrize("cols", some([97, 128, 250, 1000], [97]))
 def test_elements_of_a_group_never_meet_and_others_do_with_probability_one_in_cols(
     cols, monkeypatch
 ):
@@ -295,16 +293,12 @@ def test_rows_are_independent():
     assert np.sqrt(np.mean(correlation**2)) < 2 / np.sqrt(spec.cols)
 
 
-@pytest.mark.parametrize("scale", [1, 1e30, 1e-30])
 @pytest.mark.parametrize("rows", [1, 4, 5])
-def test_l2_norm_is_the_median_of_row_norms_at_any_scale(rows, scale):
+def test_l2_norm_is_the_median_of_row_norms_at_any_scale(rows):
     table = cubed_normal(rows * 300).reshape(rows, 300)
-    norm = sketch.l2_norm(jnp.asarray(table * np.float32(scale)))
-    np.testing.assert_allclose(norm, reference.l2_norm(table) * scale, rtol=1e-5)
-
-
-def test_l2_norm_of_nothing_is_zero():
-    assert sketch.l2_norm(jnp.zeros((5, 8))) == 0
+    for scale in (0, 1, 1e30, 1e-30):
+        norm = sketch.l2_norm(jnp.asarray(table * np.float32(scale)))
+        np.testing.assert_allclose(norm, reference.l2_norm(table) * scale, rtol=1e-5)
 
 
 # --- heavy hitters ---
@@ -392,25 +386,6 @@ def test_heavy_regions_are_not_lost_to_each_other(region):
     recalls = np.asarray([recall(jnp.uint32(seed)) for seed in range(10)])
     assert recalls.mean() > 0.9
     assert recalls.min() > 0.7
-
-
-def test_a_run_that_fills_a_tile_is_found_worse_than_in_small_tiles():
-    """Each column of each row has one of its elements, so all others look heavy, too."""
-    size, k = 2**16, 2**11
-    recalls = {}
-    for tile_size in (None, 64):
-        spec = SketchSpec(rows=5, cols=k, tile_size=tile_size)
-        for seed in range(3):
-            rng = np.random.default_rng(seed)
-            x = rng.normal(size=size).astype(np.float32)
-            start = rng.integers(size // k) * k
-            x[start : start + k] += 4 * rng.choice([-1, 1], k)
-            table = sketch.encode(jnp.asarray(x), spec, seed=seed)
-            found, _ = sketch.heavy_hitters(table, spec, size, k, seed=seed)
-            is_heavy = (found >= start) & (found < start + k)
-            recalls.setdefault(tile_size, []).append(float(jnp.mean(is_heavy)))
-    assert np.mean(recalls[None]) == pytest.approx(0.08, abs=0.01)
-    assert np.mean(recalls[64]) == pytest.approx(0.12, abs=0.015)
 
 
 TIES = [
@@ -564,7 +539,7 @@ def test_noise_seldom_passes_heavymix_at_the_default_sizes(compression):
 
 
 @pytest.mark.parametrize("rule", some(["heavymix", "top_k"], ["heavymix"]))
-@pytest.mark.parametrize("name", few(STRUCTURED, ["constant", "normal", "heavy row", "low rank"]))
+@pytest.mark.parametrize("name", few(STRUCTURED, ["constant", "heavy row"]))
 def test_exact_values_of_heavy_hitters_are_a_contraction(name, rule):
     """Lemma 1: E ||x - comp(x)||^2 <= (1 - k/d) ||x||^2, if columns are of the order of k.
 
@@ -683,11 +658,6 @@ X = jnp.zeros(5)
         (lambda: sketch.encode(X[None], SPEC), r"x has shape \(1, 5\).*ravel"),
         (lambda: sketch.encode(X[:0], SPEC), r"x\.size=0 must lie between 1"),
         (lambda: sketch.encode(X.astype(jnp.int32), SPEC), r"x has dtype int32.*astype"),
-        (lambda: sketch.encode(X, SPEC, seed=0.5), r"seed=0\.5 must be an integer scalar"),
-        (
-            lambda: sketch.encode(X, SPEC, seed=jnp.arange(2)),
-            r"seed=Array\(\[0, 1\], .* must be an integer scalar",
-        ),
         (
             lambda: jax.eval_shape(
                 lambda x: sketch.encode(x, SPEC), jax.ShapeDtypeStruct((2**31,), jnp.float32)
@@ -704,8 +674,6 @@ X = jnp.zeros(5)
         (lambda: sketch.decode_at(TABLE, SPEC, X), r"indices have shape \(5,\) and dtype float32"),
         (lambda: sketch.decode_at(TABLE, SPEC, jnp.int32(1)), r"indices have shape \(\)"),
         (lambda: sketch.l2_norm(TABLE[0]), r"table has shape \(8,\)"),
-        (lambda: sketch.heavy_hitters(TABLE, SPEC, 5, 0), r"k=0 must lie between 1 and size=5"),
-        (lambda: sketch.heavy_hitters(TABLE, SPEC, 5, 6), r"k=6 must lie between 1 and size=5"),
         (lambda: sketch.heavy_hitters(TABLE, SPEC, 0, 1), r"size=0 must lie between 1"),
         (lambda: sketch.heavy_hitters(TABLE.T, SPEC, 5, 1), r"table has shape \(8, 2\)"),
         (lambda: sketch.heavy_hitters(TABLE, SPEC, 5, 1, rule="topk"), r"rule='topk' is unknown"),

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_slots as reference
-from workers import few, on_workers, some
+from workers import few, some
 
-from jaxsparse.select import slots
 from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.slots import counted_hash_extract, hash_extract, hash_slots
 
@@ -38,16 +37,6 @@ def seeds(number, first=0):
 
 
 # --- hash_extract ---
-
-
-def test_the_worked_example():
-    x, table = jnp.float32([5, 9, 1, 3]), jnp.int32([1, 1, 0, 2, 0])
-    (indices, values), passed = slots._extract(
-        x, jnp.float32(4), 3, lambda i: table[i], like=(x, table), room=4
-    )
-    assert indices.tolist() == [4, 1, 4]
-    assert values.tolist() == [0, 9, 0]
-    assert passed == 2
 
 
 HASH_SHAPES = [(1, 1), (2, 1), (17, 3), (1000, 1000), (5003, 50)]
@@ -81,7 +70,7 @@ def test_hash_extract_is_the_papers(shape, dtype):
         check_extraction(x, jnp.float32(threshold), m, seed)
 
 
-@pytest.mark.parametrize("seed", few(range(20), range(2)))
+@pytest.mark.parametrize("seed", few(range(20), [0]))
 def test_hash_extract_of_many_tiles(seed):
     """More pass than there is room for. The last tile is not whole."""
     x, m = cubed(150_001, seed), 40
@@ -172,7 +161,7 @@ def check_slots(x, m, number=3):
         assert np.all(magnitudes(x)[indices] >= largest * (1 - precision))
 
 
-@pytest.mark.parametrize("shape", some(SHAPES, SHAPES[:10:6], slow=SHAPES[:10:3]))
+@pytest.mark.parametrize("shape", some(SHAPES, SHAPES[6:7], slow=SHAPES[:10:3]))
 def test_slot_max_keeps_the_largest_of_each_set(shape):
     size, m = shape
     check_slots(cubed(size), m)
@@ -185,7 +174,13 @@ def test_slot_max_of_any_dtype(shape, dtype):
     check_slots(cubed(size, 1, dtype), m)
 
 
-@pytest.mark.parametrize("kind", ["zeros", "negative zeros", "constant", "rising", "infinite"])
+@pytest.mark.parametrize(
+    "kind",
+    some(
+        ["zeros", "negative zeros", "constant", "rising", "infinite"],
+        ["negative zeros", "infinite"],
+    ),
+)
 def test_slot_max_of_special_data(kind):
     size = 70_001
     x = {
@@ -238,56 +233,6 @@ def test_energy_kept():
     threshold = np.sort(magnitudes(x))[-m]
     values = [hash_extract(x, threshold, m, seed=seed).values for seed in range(20)]
     assert 0.6 < energy_share(x, np.stack(values)) < 0.66
-
-
-# --- both ---
-
-EXTRACTIONS = {
-    # On every other worker, more elements pass than there is room for.
-    "hash_extract": lambda x, seed: counted_hash_extract(
-        x, jnp.where(seed % 2 == 0, jnp.float32(20), jnp.float32(0.1)), 50, seed=seed
-    ),
-    "slot_max": lambda x, seed: slot_max(x, 50, seed=seed),
-    "slot_max of tiles": lambda x, seed: slot_max(jnp.tile(x, 7), 50, seed=seed),
-}
-few_extractions = pytest.mark.parametrize(
-    "name", some(EXTRACTIONS, ["hash_extract", "slot_max of tiles"])
-)
-
-
-@functools.cache
-def rows_and_results(name):
-    rows, numbers = jnp.stack([cubed(3001, seed) for seed in range(5)]), seeds(5, 2**32 - 5)
-    results = [EXTRACTIONS[name](row, int(seed)) for row, seed in zip(rows, numbers)]
-    return rows, numbers, jax.tree.map(lambda *leaves: np.stack(leaves), *results)
-
-
-@few_extractions
-@pytest.mark.parametrize("way", few(["shard_map", "vmap"], ["shard_map"]))
-@pytest.mark.parametrize("workers", few([1, 2, 3, 5], [3]))
-def test_traced_seeds_on_workers(name, way, workers):
-    rows, numbers, expected = rows_and_results(name)
-    found = on_workers(EXTRACTIONS[name], workers, way)(rows[:workers], numbers[:workers])
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:workers]), found, expected)
-
-
-@few_extractions
-def test_replicated_inputs_give_replicated_results(name):
-    rows, numbers, expected = rows_and_results(name)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec()
-    one = jax.shard_map(EXTRACTIONS[name], mesh=mesh, in_specs=spec, out_specs=spec)
-    found = jax.jit(one)(rows[0], numbers[0])
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[0]), found, expected)
-
-
-@few_extractions
-def test_extractions_under_x64(name):
-    rows, numbers, expected = rows_and_results(name)
-    with jax.enable_x64(True):
-        found = EXTRACTIONS[name](jnp.asarray(np.asarray(rows[0], np.float64)), numbers[0])
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"int32", "float64"}
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[0]), found, expected)
 
 
 @pytest.mark.parametrize(

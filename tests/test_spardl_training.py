@@ -1,18 +1,13 @@
 """SparDL over many steps: global residuals lose nothing, and train better than others."""
 
 import functools
-import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import running
 from workers import finished, some
 
-from jaxsparse.collectives.spardl import Adaptation
 from jaxsparse.systems.spardl import SparDL
 
 WORKERS, STEPS, SIZE = 14, 50, 997
@@ -102,58 +97,3 @@ def test_partial_and_local_residuals_leak(form):
     assert leaks["partial"].min() > 1e-3
     assert leaks["local"].min() > 1e-2
     assert leaks["local"].mean() > leaks["partial"].mean()
-
-
-def benchmark(*flags, cwd):
-    """The results of benchmarks/spardl.py, run as a user runs it."""
-    script = running.ROOT / "benchmarks" / "spardl.py"
-    done = subprocess.run(
-        [sys.executable, script, *map(str, flags), "--json", "result.json"],
-        cwd=cwd,
-        env=running.ENV,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((cwd / "result.json").read_text())["results"]
-
-
-def by_method(results):
-    return {result["method"]: result for result in results}
-
-
-@pytest.mark.thorough
-def test_what_residuals_leak_is_made_up_for_by_the_rate(tmp_path):
-    results = by_method(benchmark("residuals", "--teams", 7, "--seeds", 0, cwd=tmp_path))
-    rows = [results[f"{rule}, 7 teams"] for rule in ("global", "partial", "local")]
-    kept, partial, local = (np.mean(row["leak"]) for row in rows)
-    assert kept < 1e-6 < 1e-3 < partial < local
-    assert results["dense"]["train_loss"][0] < rows[0]["train_loss"][0]
-    assert max(row["train_loss"][0] for row in rows) < 0.02
-    assert rows[2]["rate"] > rows[0]["rate"]
-
-
-@pytest.mark.thorough
-def test_packed_messages_halve_the_words_and_train_as_well(tmp_path):
-    results = by_method(benchmark("codecs", "--seeds", 0, 1, cwd=tmp_path))
-    assert results["COO"]["words"] == 2 * results["Packed"]["words"]
-    accuracy = {name: np.mean(result["accuracy"]) for name, result in results.items()}
-    assert accuracy["dense"] > 0.96
-    assert accuracy["COO"] > accuracy["dense"] - 0.01
-    assert accuracy["Packed"] > accuracy["dense"] - 0.01
-
-
-@pytest.mark.slow
-def test_entries_after_the_gather_settle_at_what_is_wanted(tmp_path):
-    flags = ["--seeds", 0, "--densities", 0.05, "--figure", "a/b.png"]
-    (run,) = benchmark("entries", *flags, cwd=tmp_path)
-    entries, wanted, h = np.array(run["entries"]), run["wanted"], run["h"]
-    assert (tmp_path / "a/b.png").stat().st_size > 10_000
-    assert entries[0] < 0.6 * wanted  # h begins as if teams did not overlap, but these do
-    assert np.abs(entries[10:].mean() / wanted - 1) < 0.05
-    assert np.abs(entries[10:] / wanted - 1).max() < 0.3
-    # The recorded entries are those to which the reducer adapted.
-    state = Adaptation.start(wanted, 7)
-    for step, count in enumerate(entries):
-        np.testing.assert_allclose(state.h, h[step], rtol=1e-5)
-        state = state.adapt(jnp.float32(count), wanted, 7)

@@ -186,22 +186,3 @@ def test_autotune_times_states_that_go_on_and_gradients_that_differ():
     counts, apart = zip(*seen)
     assert sorted(set(counts)) == list(range(23))
     assert 0.4 < min(apart) <= max(apart) < 0.6  # own parts of variance 1, less their mean
-
-
-@pytest.mark.slow
-def test_a_staged_density_trains_in_a_chain():
-    tx = optax.chain(jaxsparse.spardl(warm_up(0.01, steps=4, stages=2)), optax.sgd(0.5))
-    params = {"kernel": jnp.ones((64, 32))}
-
-    def step(state, target):
-        params, opt_state = state
-        loss = lambda p: jnp.mean(jnp.square(p["kernel"] - target.mean()))
-        grads = jax.grad(loss)(jaxsparse.local(params))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    run = run_on_workers(step, mesh(2))
-    state = jaxsparse.shard((params, tx.init(params)), mesh(2))
-    for _ in range(6):
-        state = jax.block_until_ready(run(state, jnp.zeros(2)))
-    assert int(state[1][0].reducers["0_SparDL"].step) == 6

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from workers import some
 
 import jaxsparse
 from jaxsparse.outer.parallel import run_on_workers
@@ -104,7 +105,7 @@ def spellings(shape, axes, groups):
 SHAPES = [(2, 2, 2), (4, 1, 2), (8,), (1, 8), (3, 5), (2, 3, 2, 2), (5, 1), (1,)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", some(SHAPES, [(2, 2, 2), (3, 5), (1,)]), ids=str)
 def test_every_spelling_of_every_set_of_axes(shape):
     mesh = AbstractMesh(shape, tuple("abcd"[: len(shape)]))
     header = f"num_partitions={math.prod(shape)}"
@@ -472,9 +473,10 @@ def exchange(hosts, last, x):
     return one, both, lax.all_gather(x[:12] * 2, last), lax.ppermute(x[:10] * 3, "hosts", ring)
 
 
-@pytest.mark.parametrize(("shape", "names"), MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("shuffled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_collectives_of_the_source(shape, names, shuffled):
+@pytest.mark.parametrize("name", some(MESHES, ["cube", "inner"]))
+@pytest.mark.parametrize("shuffled", some([False, True], [False]))
+def test_collectives_of_the_source(name, shuffled):
+    shape, names = MESHES[name]
     mesh = mesh_of(shape, names, [0, 2, 5, 3, 4, 6, 1, 7] if shuffled else range(8))
     extent, last = dict(zip(names, shape)), names[-1]
     f = functools.partial(exchange, extent["hosts"], last)
@@ -595,8 +597,9 @@ def fsdp_program(shape, names):
     return mesh, step.lower(weights, given(batch)).compile()
 
 
-@pytest.mark.parametrize(("shape", "names"), MESHES.values(), ids=MESHES)
-def test_a_step_whose_collectives_xla_inserts(shape, names):
+@pytest.mark.parametrize("name", some(MESHES, ["cube", "hosts"]))
+def test_a_step_whose_collectives_xla_inserts(name):
+    shape, names = MESHES[name]
     mesh, program = fsdp_program(shape, names)
     moved, extent = wire_bytes(program, mesh=mesh), dict(zip(names, shape))
     hosts, inner = extent["hosts"], 8 // extent["hosts"]

@@ -1,5 +1,6 @@
 """Bytes that an exchange will move, read from the traced program, against the compiled one."""
 
+import math
 from collections import Counter
 
 import jax
@@ -9,16 +10,30 @@ import pytest
 from at_density import NAMES, reducer_at
 from jax import lax
 from jax.sharding import PartitionSpec
-from published_traffic import sparse_ring_traffic
+from published_traffic import (
+    dsar_split_allgather_traffic,
+    recursive_double_traffic,
+    sparse_ring_traffic,
+    split_allgather_traffic,
+)
 from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import shard, specs
+from jaxsparse.arrays.stream import SparseStream
+from jaxsparse.collectives import (
+    all_gather_sum,
+    dsar_split_allgather,
+    recursive_double,
+    sparse_ring,
+    split_allgather,
+)
 from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.planner import Moved
-from jaxsparse.systems import SparCML, TopK
+from jaxsparse.reducers.base import Reducer
+from jaxsparse.systems import GTopK, SparCML, SparDL, TopK
 from jaxsparse.traffic import traced_bytes, wire_bytes
 
 SIZE = 3001
@@ -117,6 +132,46 @@ def test_many_workers():
     moved = traced_bytes(reducer, 4096, 128)
     traffic = sparse_ring_traffic(64, 4096, 128)
     assert (moved.rounds, moved.received) == (traffic.rounds, 4 * traffic.words)
+
+
+K, LENGTH = 840, 84_000  # K is a multiple of all numbers of workers: nothing is rounded up
+
+
+@pytest.mark.parametrize("workers", some((4, 6, 8, 14), (6, 8)))
+def test_words_are_those_that_are_published(workers):
+    """Where static shapes pay for more, they are those of this library's formulas."""
+    others, room = workers - 1, K // workers
+    log, is_power = others.bit_length(), workers & others == 0
+
+    def of(exchange, **settings):
+        if isinstance(exchange, Reducer):
+            return traced_bytes(exchange, LENGTH, workers).received / 4
+        run = lambda given: exchange(SparseStream(*given), LENGTH, axis_name="data", **settings)
+        given = tuple(jax.ShapeDtypeStruct((K,), dtype) for dtype in (jnp.int32, jnp.float32))
+        return traced_bytes(run, given, workers).received / 4
+
+    near = lambda words: pytest.approx(words)
+    assert of(SparDL(0.01)) == near(4 * K * others / workers)
+    assert of(TopK(0.01)) == of(all_gather_sum, distinct=True) == near(2 * K * others)
+    for teams in (n for n in range(2, workers + 1) if workers % n == 0):
+        members = workers // teams
+        if teams & (teams - 1) == 0:
+            gathered = teams / workers * math.log2(teams)
+            words = 2 * K * (2 * (workers - teams) / workers + gathered)
+            assert of(SparDL(0.01, teams=teams)) == near(words)
+        words = 2 * K * (teams**2 + 2 * workers - 3 * teams) / workers + members - 1
+        assert of(SparDL(0.01, teams=teams, gather="bruck")) == near(words)
+    if is_power:
+        assert of(recursive_double) == near(2 * K * others)
+        assert of(GTopK(0.01)) == near(2 * K * log)
+    for exchange, settings, traffic in (
+        (recursive_double, {}, recursive_double_traffic),
+        (split_allgather, {}, split_allgather_traffic),
+        (split_allgather, {"capacity": room, "union_capacity": room}, split_allgather_traffic),
+        (dsar_split_allgather, {"capacity": room}, dsar_split_allgather_traffic),
+        (sparse_ring, {"capacity": room}, sparse_ring_traffic),
+    ):
+        assert of(exchange, **settings) == near(traffic(K, LENGTH, workers, **settings).words)
 
 
 def test_one_worker_moves_nothing():

@@ -1,9 +1,5 @@
 """Steps run under JAX_ENABLE_X64, where Python numbers and counters would widen unasked."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,76 +9,6 @@ from workers import some
 
 import jaxsparse
 from jaxsparse.systems import SYSTEMS
-
-SCRIPT = """
-import functools
-import jax, jax.numpy as jnp, numpy as np
-import jaxsparse
-from jaxsparse.outer.parallel import run_on_workers
-
-assert jnp.zeros(()).dtype == jnp.float64
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-PARAMS = {"w": jnp.zeros((12, 10), jnp.float32), "b": jnp.zeros(3), "h": jnp.zeros(5, jnp.bfloat16)}
-METHODS = [
-    functools.partial(jaxsparse.sketched_sgd, k=4, cols=16, rows=3, bucket_size=70),
-    functools.partial(jaxsparse.sketched_sgd, k=4, cols=16, rows=3, selection="heavymix"),
-    functools.partial(jaxsparse.sketched_sgd, 2, rows=1, table_dtype="float16"),
-    functools.partial(jaxsparse.true_top_k, 4),
-    functools.partial(jaxsparse.quantized, "ternary", group_size=16),
-    functools.partial(jaxsparse.quantized, "int2", group_size=16, scale="e8m0"),
-]
-is_dense = lambda path, shape: len(shape) < 2
-MADE = [method(momentum=0.9, is_dense=is_dense) for method in METHODS]
-MADE.append(jaxsparse.dense(momentum=0.9))
-
-
-def step(tx, state, batch):
-    params, opt_state = state
-
-    def loss(params):
-        return sum(
-            jnp.sum((x.astype(jnp.float32) - batch.mean()) ** 2) for x in jax.tree.leaves(params)
-        )
-
-    gradient = jax.grad(loss)(jaxsparse.local(params))
-    updates, opt_state = tx.update(gradient, opt_state, params)
-    params = jax.tree.map(lambda p, u: p - u * jnp.asarray(0.1, u.dtype), params, updates)
-    return (params, opt_state), None
-
-
-def types(tree):
-    return [(x.dtype, x.shape) for x in jax.tree.leaves(tree)]
-
-
-mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-for tx in MADE:
-    state = jaxsparse.shard((PARAMS, tx.init(PARAMS)), mesh)
-
-    def epoch(state, batch):
-        batches = jnp.stack([batch] * 3)
-        return jax.lax.scan(functools.partial(step, tx), state, batches)[0]
-
-    after = run_on_workers(epoch, mesh)(state, jnp.arange(4, dtype=jnp.float32))
-    assert types(after) == types(state), (types(after), types(state))
-    assert all(np.all(np.isfinite(np.asarray(x, np.float64))) for x in jax.tree.leaves(after))
-    assert all(np.any(np.asarray(x, np.float64)) for x in jax.tree.leaves(after[0]))
-    assert not any(x.dtype == jnp.float64 for x in jax.tree.leaves(after[1]))
-print("passed")
-"""
-
-
-@pytest.mark.slow
-def test_a_scan_of_steps_keeps_its_types():
-    environment = {**os.environ, "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.stdout == "passed\n", run.stderr
-
 
 WIDE = {
     "a": jnp.ones((24, 20), jnp.float32),

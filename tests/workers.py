@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxsparse import PerWorker
 from jaxsparse.comm import wire
 
 MESH_SIZES = (1, 2, 3, 5, 8)  # numbers of workers that the emulated devices allow
@@ -30,6 +32,11 @@ def some(values, usual, slow=None):
 def few(values, usual):
     """Test parameters. Those that are not `usual` run only with --thorough."""
     return some(values, usual, slow=())
+
+
+def rows(usual, slow):
+    """Test parameters that are several values each. The `slow` ones run with --slow."""
+    return [*usual, *(pytest.param(*row, marks=pytest.mark.slow) for row in slow)]
 
 
 @functools.cache
@@ -73,21 +80,33 @@ def on_workers(f, workers: int, way: str = "shard_map"):
     )
 
 
-@functools.cache
-def feedback_loop(reducer, workers, way="vmap"):
-    """Jits a function of gradients[worker, step, d] that feeds residuals back.
-
-    It returns what went into each exchange, and the outcome, stacked by worker and step.
-    """
+def feed_back(reducer, gradients, way="vmap"):
+    """What goes into each exchange of gradients[step, d] and residuals, and its outcome."""
 
     def step(carried, gradient):
         state, residual = carried
         x = residual + gradient
         reduced = finished(reducer, x, state)
+        if way == "shard_map":
+            for leaf in jax.tree.leaves((reduced.mean, reduced.info)):
+                assert not wire.is_varying(leaf, "data"), "must be typed replicated"
         return (reduced.state, reduced.residual), (x, reduced)
 
-    def run(gradients):
-        start = reducer.init(gradients.shape[1]), jnp.zeros_like(gradients[0])
-        return jax.lax.scan(step, start, gradients)[1]
+    is_own = lambda leaf: isinstance(leaf, PerWorker)
+    start = reducer.init(gradients.shape[1])
+    start = jax.tree.map(
+        lambda leaf: wire.varying(leaf, "data") if is_own(leaf) else leaf, start, is_leaf=is_own
+    )
+    return jax.lax.scan(step, (start, jnp.zeros_like(gradients[0])), gradients)[1]
 
-    return on_workers(run, workers, way)
+
+@functools.cache
+def feedback_loop(reducer, workers, way="vmap"):
+    """Jits `feed_back` of gradients[worker, step, d]. It stacks by worker and step."""
+    return on_workers(lambda gradients: feed_back(reducer, gradients, way), workers, way)
+
+
+def by_step(results):
+    """The results of `feedback_loop`, step by step."""
+    steps = jax.tree.leaves(results)[0].shape[1]
+    return [jax.tree.map(lambda leaf, i=i: np.asarray(leaf[:, i]), results) for i in range(steps)]
