@@ -5,7 +5,7 @@ r"""Sketched-SGD's headline in small: does a sketch train as well as true top-k,
     python benchmarks/sketched_training.py --json FILE --workers 1 4 64 256 --windows 256 \
         --width 32 --steps 50 --first 0.2 --only "sketched 10x" "local top-k 10x"
 
-A causal convolutional net reads words of Python's own library (as examples/local_updates has it),
+A causal convolutional net reads words of Python's own library (as transformer.py has it),
 which are the 2,047 most frequent ones and one for all others. It has a million parameters, most of
 them in its first and last matrix, as in models of large vocabularies. SGD has momentum 0.9, inside
 the exchange. Losses are in nats a word, on files that are held out.
@@ -25,11 +25,9 @@ first number of workers, and what a worker receives, as a share of what it does 
 import argparse
 import collections
 import functools
-import importlib
 import itertools
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,13 +39,11 @@ import numpy as np
 import optax
 import rates
 import timing
+import transformer as texts
 
 import jaxsparse
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.systems import SketchedSGD
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "local_updates"))
-texts: Any = importlib.import_module("model")
 
 VOCABULARY, LAYERS, LENGTH, MOMENTUM = 2048, 4, 16, 0.9
 WORD = re.compile(rb"[A-Za-z]+|[0-9]|\n *|[^A-Za-z0-9\n]")

@@ -22,7 +22,7 @@ import pytest
 from jaxsparse.traffic import traced_bytes
 
 ROOT = Path(__file__).parents[1]
-LOCAL = ROOT / "examples/local_updates"
+LOCAL = ROOT / "benchmarks/results/local_updates"
 RESULTS = ROOT / "benchmarks/results"
 sys.path.append(str(ROOT / "benchmarks"))
 frontier = importlib.import_module("frontier")
@@ -93,7 +93,7 @@ def load(path: Path) -> Any:
 
 
 class Local:
-    """A method of examples/local_updates, beside dense."""
+    """A method of results/local_updates, beside dense."""
 
     def __init__(self, file: str, method: str):
         methods = load(LOCAL / f"{file}.json")["methods"]
@@ -118,7 +118,9 @@ SYSTEMS = {  # of the runs of 10.9M parameters: what exchanges, and every how ma
 @functools.cache
 def gpt() -> dict[str, Any]:
     """Its runs with seconds, by rate of the links."""
-    spec = importlib.util.spec_from_file_location("results_of_local_updates", LOCAL / "results.py")
+    spec = importlib.util.spec_from_file_location(
+        "results_of_local_updates", ROOT / "benchmarks/curves.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     results = importlib.util.module_from_spec(spec)
@@ -142,7 +144,7 @@ def by_muon() -> tuple[Any, dict[str, float]]:
     )
     name = "muon, local 10, sign"
     path = LOCAL / "exchanges_10.9m.json"
-    timed = time_to_loss.results.over_measured(*found, path, 0.17)
+    timed = time_to_loss.over_measured(*found, path, 0.17)
     ends = lambda runs: np.mean([curve.seconds[-1] for curve in runs[name].curves.values()])
     return found[0][name], {rate: float(ends(runs)) for rate, runs in timed.items()}
 

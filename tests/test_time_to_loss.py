@@ -48,8 +48,8 @@ def test_the_first_rate_to_reach_the_loss_counts_with_all_its_seeds(file):
     assert exchanges == {RECIPE: ("quantized:sign", 10)}
     assert run.ends.tolist() == [1.4, 1.6]
     # Curves of unlike lengths stand in one table. A loss that a seed missed has no time.
-    assert time_to_loss.results.table(runs, 8).row_count == 1
-    cells = lambda goal: [*time_to_loss.results.times(runs, [goal]).columns[1].cells]
+    assert time_to_loss.table(runs, 8).row_count == 1
+    cells = lambda goal: [*time_to_loss.times(runs, [goal]).columns[1].cells]
     assert cells(1.5) == ["-"]
     assert cells(1.6) == ["0 (70)"]
 
