@@ -169,19 +169,24 @@ def donated_double(size: int) -> Callable[[], jax.Array]:
     return run
 
 
+def device() -> Any:
+    """The device that everything runs on."""
+    return jax.devices()[0]
+
+
 def memory() -> dict[str, int]:
     """The device's numbers about its memory. A CPU has none."""
-    return jax.devices()[0].memory_stats() or {}
+    return device().memory_stats() or {}
 
 
 def run_stage(args: argparse.Namespace) -> None:
     """Runs one stage in this process."""
     stage = Stage(args, args.stage, args.records, args.seconds)
-    device = jax.devices()[0]
-    if (device.platform == "cpu") != (args.platform == "cpu"):
-        sys.exit(f"--platform={args.platform}, but JAX runs on {device}: install jax[cuda13]")
+    found = device()
+    if (found.platform == "cpu") != (args.platform == "cpu"):
+        sys.exit(f"--platform={args.platform}, but JAX runs on {found}: install jax[cuda13]")
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    stage.record(chip=device.device_kind, platform=device.platform, **versions)
+    stage.record(chip=found.device_kind, platform=found.platform, **versions)
     functions = {"repeats": repeats, "kernels": table, "steps": steps, "forms": other_forms}
     functions |= {"device": lambda stage: None, "trace": trace}
     functions[args.stage](stage)

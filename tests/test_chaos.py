@@ -10,15 +10,14 @@ from running import ENV, QUICK, ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 import chaos
-import chaos_numbers as numbers
-import proxy
+import s3
 
 sys.path.pop()
 
 
 def test_a_bucket_lets_its_rate_through():
     now = [5.0]
-    bucket = proxy.Bucket(1000.0, burst=500.0, clock=lambda: now[0])
+    bucket = s3.Bucket(1000.0, burst=500.0, clock=lambda: now[0])
     assert bucket.delay(500) == 0
     passed = 0
     for _ in range(100):
@@ -42,16 +41,9 @@ def test_requests_are_counted_however_bytes_are_cut(size):
         b"POST /runs?delete HTTP/1.1\r\n" + length + body,
         b"HEAD /runs HTTP/1.1\r\na: b\r\n\r\nnonsense\r\n\r\n",
     )
-    joined, requests = b"".join(data), proxy.Requests()
+    joined, requests = b"".join(data), s3.Requests()
     parts = [joined[i : i + size] for i in range(0, len(joined), size)]
-    assert [proxy.KINDS[kind] for part in parts for kind in requests.add(part)] == [
-        "get decisions",
-        "create messages",
-        "names messages",
-        "delete",
-        "other",
-        "other",
-    ]
+    assert sum(map(requests.add, parts)) == 6
 
 
 def test_a_server_that_is_killed_has_all_that_it_said_it_had(tmp_path):
@@ -103,4 +95,4 @@ def test_a_run_in_which_an_island_is_killed(tmp_path):
     assert found["unlike"] == []
     assert 0 < found["counted"] <= found["made"]
     (row,) = (row for row in done.stdout.splitlines() if row.startswith("| kill |"))
-    assert row.count("|") == len(numbers.HEADS) + 1
+    assert row.count("|") == len(chaos.HEADS) + 1
