@@ -231,11 +231,14 @@ class File:
         return self.runs[-1]
 
 
-def run(compiled: Callable[[Any, Any], Found], rate: float, seed: int) -> dict[str, Any]:
+def run(
+    compiled: Callable[[Any, Any], Found], rate: float, seed: int, keeps_losses: bool = True
+) -> dict[str, Any]:
     began = time.process_time()
     found = jax.block_until_ready(compiled(jnp.int32(seed), jnp.float32(rate)))
+    losses = [float(part.mean()) for part in np.array_split(found.losses, 50)]
     return {
-        "losses": [float(part.mean()) for part in np.array_split(found.losses, 50)],
+        **({"losses": losses} if keeps_losses else {}),
         "updated": float(found.updated.mean()),
         **{name: float(x) for name, x in found._asdict().items() if x is not None and x.ndim == 0},
         "cpu_seconds": round(time.process_time() - began, 1),
@@ -248,7 +251,7 @@ def tuned(name: str, row: Row, args: argparse.Namespace, data: Any, file: File) 
 
     def at(rate: float, seed: int) -> dict[str, Any]:
         wanted = {"row": name, "workers": row.workers, "rate": rate, "seed": seed, **sizes(args)}
-        return file.found(wanted, lambda: run(compiled, rate, seed))
+        return file.found(wanted, lambda: run(compiled, rate, seed, keeps_losses=False))
 
     best = rates.tuned(lambda rate: at(rate, args.seeds[0])["held_out"], args.first)
     return [at(best, seed) for seed in args.seeds]
