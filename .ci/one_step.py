@@ -18,19 +18,17 @@ assert (package / "py.typed").exists()
 assert jaxsparse.plan(10**7, 8, jaxsparse.Link(1e-3, 1e7), step_seconds=1.0).best
 
 params = {"w": jnp.ones((64, 64))}
-tx = optax.chain(jaxsparse.spardl(0.1, momentum=0.9), optax.sgd(0.1))
+tx = optax.chain(jaxsparse.spardl(0.1, momentum=0.9, workers=4), optax.sgd(0.1))
 
 
-def step(state, batch):
-    """What one worker does."""
-    params, opt_state = state
-    grads = jax.grad(lambda p: jnp.mean(batch @ p["w"]))(params)
+@jax.jit
+def step(params, opt_state, batch):
+    grads = jaxsparse.grad(lambda p, batch: jnp.mean(batch @ p["w"]), workers=4)(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
 
-state = jaxsparse.shard((params, tx.init(params)), 4)
-params, _ = jaxsparse.data_parallel(step, 4)(state, jnp.ones((8, 64)))
+params, _ = step(params, tx.init(params), jnp.ones((8, 64)))
 changed = int(jnp.sum(params["w"] != 1))
 assert 0 < changed <= 4 * 103, changed
 print(f"jaxsparse {version} trains with Python {sys.version.split()[0]} and JAX {jax.__version__}")

@@ -36,13 +36,14 @@ def main() -> None:
             x = x + jax.nn.relu(x @ layer["kernel"] + layer["bias"])
         return jnp.mean(x**2)
 
+    @jax.jit
     def step(state: Any, batch: jax.Array) -> Any:
         params, opt_state = state
-        grads = jax.grad(loss)(params, batch)
+        grads = jaxsparse.grad(loss)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    run = jaxsparse.data_parallel(step, mesh)
+    run = jaxsparse.watch(step, mesh)
     state = jaxsparse.shard((params, tx.init(params)), mesh)
     batch = jnp.ones((2 * mesh.size, width))
     began = time.perf_counter()
@@ -50,7 +51,7 @@ def main() -> None:
     first = time.perf_counter() - began
     program = run.trace(state, batch).jaxpr
     began = time.perf_counter()
-    Digested(program, mesh, (state, batch), {1})
+    Digested(program, mesh, (state, batch))
     digest = time.perf_counter() - began
     print(
         f"{len(jax.tree.leaves(state))} arrays: first call {first:.2f} s, digest {digest:.3f} s, "

@@ -6,8 +6,8 @@
     python benchmarks/chaos.py --show
 
 Four islands (examples/islands/island.py), each a process, meet at moto's S3 server by HTTP, which
-keeps its objects on disk here (s3_server.py). Between each island and the server stands a proxy
-with a rate each way (proxy.py). After all have taken part in a round, the story begins. Each
+keeps its objects on disk here. Between each island and the server stands a proxy with a rate each
+way (s3.py). After all have taken part in a round, the story begins. Each
 `--period` seconds it strikes once, for `--away` seconds:
 
     calm    nothing happens
@@ -21,16 +21,22 @@ with a rate each way (proxy.py). After all have taken part in a round, the story
     slow    one island is three times as slow from the start
 
 The islands are struck in an order that `--seed` draws, as it draws batches. In the end all leave,
-at SIGTERM. Each run is a line of `chaos.jsonl`. chaos_numbers.py says what its numbers are.
+at SIGTERM. Each run is a line of `chaos.jsonl`.
 
-With `--synchronous`, the same happens to one `jax.distributed` job in place of islands, if the
-story is "calm" or "kill": see synchronous.py.
+Islands tell each step: the round that they are in, and how many steps they have made since their
+last message. Decisions say in which rounds a message of a life counted. (A life is a process of an
+island: one that was killed and started again has had two.) A message holds all steps that its life
+made before it, because what was late or not sent stands in the residual. So the steps of a life up
+to its last message that counted have counted, and those after it have not.
 """
 
 import argparse
+import bisect
+import collections
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -42,15 +48,13 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import chaos_numbers as numbers
 import jax
 import numpy as np
-import proxy
-import synchronous
+import s3
 
 from jaxsparse.islands import Store
 from jaxsparse.islands.protocol import decision_key, list_posted, list_rounds
@@ -64,6 +68,8 @@ run: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(run)
 
 LENGTH = 64  # tokens of a window, as in island.py
+EVERY, OVERLAP, LR = 10, 5, 0.01  # of islands: local steps in a round, those beside an exchange
+POLL, ALONE = 0.2, 10_000  # seconds between looks at the store; steps without it
 PATIENCE = 600.0  # seconds in which all islands must have taken part
 
 
@@ -113,6 +119,212 @@ def deeds(
     return found
 
 
+# --- numbers of a run
+
+Points = list[tuple[float, float]]  # tokens that counted, held-out loss
+
+
+class Step(NamedTuple):
+    """A step that an island has made.
+
+    Attributes:
+        name: the island.
+        life: its process.
+        round: the round that it was in then.
+        steps: steps since its last message: 0 if it sent one after this step.
+        seconds: the time that the call of the training step took.
+        time: when it ended, seconds.
+    """
+
+    name: str
+    life: str
+    round: int
+    steps: int
+    seconds: float
+    time: float
+
+
+class Struck(NamedTuple):
+    """An island that could not go on for a time, such as one that was suspended."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Stall(NamedTuple):
+    """The longest call of a training step, less the usual one."""
+
+    seconds: float
+    name: str
+    time: float
+
+
+def by_life(steps: Iterable[Step]) -> dict[str, list[Step]]:
+    lives: dict[str, list[Step]] = collections.defaultdict(list)
+    for step in steps:
+        lives[step.life].append(step)
+    return lives
+
+
+def counted_by_round(
+    steps: Iterable[Step], decisions: Mapping[int, Mapping[str, str]]
+) -> dict[int, int]:
+    """How many steps counted for the first time in each round.
+
+    Args:
+        steps: the steps of each life in their order.
+        decisions: for each round the members whose messages counted, with their lives.
+    """
+    counted = dict.fromkeys(sorted(decisions), 0)
+    for life, own in by_life(steps).items():
+        sent = [(step.round, made) for made, step in enumerate(own, 1) if step.steps == 0]
+        rounds, held, before = [round for round, _ in sent], [made for _, made in sent], 0
+        for round in counted:
+            # A late message is sent in a later round than the one at whose end it was made.
+            last = bisect.bisect_right(rounds, round)
+            if decisions[round].get(own[0].name) == life and last:
+                counted[round] += held[last - 1] - before
+                before = held[last - 1]
+    return counted
+
+
+def longest_stall(steps: Iterable[Step], struck: Sequence[Struck] = ()) -> Stall:
+    """The longest stall of islands that no failure struck.
+
+    The first round of each life is left out, with its end: programs are compiled then. So is the
+    time in which an island is struck, up to the end of the round in which it goes on.
+    """
+    kept: dict[str, list[Step]] = collections.defaultdict(list)
+    for own in by_life(steps).values():
+        first, blows = own[0].round, [one for one in struck if one.name == own[0].name]
+        waits_in: int | None = first  # the round whose end it has to see
+        for step in own:
+            if any(b.start <= step.time and step.time - step.seconds <= b.end for b in blows):
+                waits_in = step.round
+            elif waits_in is None:
+                kept[step.name].append(step)
+            elif step.round > waits_in:
+                waits_in = None
+    stalls = [
+        Stall(max(step.seconds - usual, 0.0), name, step.time)
+        for name, own in kept.items()
+        for usual in [float(np.median([step.seconds for step in own]))]
+        for step in own
+    ]
+    return max(stalls, default=Stall(float("nan"), "", 0.0))
+
+
+def curve(events: Iterable[Mapping[str, Any]], counted: Mapping[int, int], tokens: int) -> Points:
+    """Held-out losses after rounds, over the tokens that have counted by then.
+
+    Args:
+        events: what islands told of rounds, with the loss at the start of round `at`.
+        counted: steps by round, see `counted_by_round`.
+        tokens: of a step.
+    """
+    losses = {e["at"] - 1: e["held_out"] for e in events}
+    total = dict(zip(counted, itertools.accumulate(counted.values())))
+    return [(tokens * total[round], losses[round]) for round in total if round in losses]
+
+
+def thinned(points: Points, most: int = 60) -> Points:
+    """Means of `most` groups of neighbours, or all points if there are fewer."""
+    if not points:
+        return []
+    parts = np.array_split(np.asarray(points), min(most, len(points)))
+    return [(float(part[:, 0].mean()), float(part[:, 1].mean())) for part in parts]
+
+
+def above(points: Points, calm: Points) -> float | None:
+    """How far the last loss is above the calm run's at as many tokens, or None if it has fewer."""
+    if not points or not calm or not calm[0][0] <= points[-1][0] <= calm[-1][0]:
+        return None
+    tokens, loss = points[-1]
+    return loss - float(np.interp(tokens, *np.transpose(calm)))
+
+
+def mean_above(points: Points, calm: Points) -> float | None:
+    """As `above`, but the mean of all losses of the second half that the calm run can show."""
+    found = [above(points[: i + 1], calm) for i in range(len(points) // 2, len(points))]
+    known = [x for x in found if x is not None]
+    return float(np.mean(known)) if known else None
+
+
+HEADS = (
+    "story",
+    "seed",
+    "minutes",
+    "load",
+    "failures",
+    "rounds",
+    "longest stall",
+    "steps that count",
+    "of calm's a second",
+    "equal",
+    "held-out loss",
+    "above calm",
+    "second half",
+    "M tokens",
+    "MB",
+    "requests",
+    "ended",
+)
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Runs as Markdown. The calm run to compare with has the same settings and the same seed."""
+    rows = [HEADS, ("---",) * len(HEADS)]
+    for line in lines:
+        calm = [
+            one
+            for one in lines
+            if one["story"] == "calm"
+            and _job(one) == _job(line)
+            and all(one[key] == line[key] for key in ("seed", "settings", "rate", "pause"))
+        ]
+        curves: list[Points] = [one["curve"] for one in calm if one["curve"]]
+        most: Points = max(curves, key=lambda points: points[-1][0], default=[])
+        longest = max(calm, key=lambda one: one["seconds"], default=None)
+        is_calm = line["story"] == "calm"
+        differences = [
+            None if is_calm else found(line["curve"], most) for found in (above, mean_above)
+        ]
+        rows.append(
+            (
+                line["story"] + (", synchronous" if _job(line) == "synchronous" else ""),
+                f"{line['seed']}",
+                f"{line['seconds'] / 60:.1f}",
+                f"{line['load']:.1f} on {line['cores']}",
+                f"{line['failures']}",
+                f"{line['rounds']}",
+                f"{line['stall']:.1f} s",
+                f"{100 * line['counted'] / line['made']:.1f} %",
+                "" if longest is None else f"{100 * _rate(line) / _rate(longest):.1f} %",
+                "yes" if not line["unlike"] else f"not in {line['unlike']}",
+                f"{line['curve'][-1][1]:.3f}" if line["curve"] else "",
+                *("" if x is None else f"{x:+.3f}" for x in differences),
+                f"{line['tokens'] / 1e6:.3f}",
+                "" if line["megabytes"] is None else f"{line['megabytes']:.3f}",
+                "" if line["requests"] is None else f"{line['requests']:.1f}",
+                ", ".join(line["ended"]) or "well",
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _job(line: Mapping[str, Any]) -> str:
+    return str(line.get("job", "islands"))
+
+
+def _rate(line: Mapping[str, Any]) -> float:
+    """Steps that count a second, of all islands together."""
+    return float(line["counted"] / line["seconds"])
+
+
+# --- processes
+
+
 class Processes:
     """A group of processes that ends with this one, also if this one gets SIGKILL.
 
@@ -152,9 +364,9 @@ class Server:
         self.mend()
         bucket = urllib.request.Request(f"{self._end}/runs", method="PUT")
         urllib.request.urlopen(bucket).close()
-        self.counts = proxy.opened(folder / "counts", islands)
+        self.counts = s3.counts_in(folder / "counts", islands)
         flags = ("--to", self.port, "--rate", rate, "--counts", folder / "counts")
-        processes.start([Path(proxy.__file__), *flags, "--ports", *self._ports])
+        processes.start([s3.__file__, "links", *flags, "--ports", *self._ports])
         for port in self._ports:
             answers(port)
 
@@ -163,9 +375,8 @@ class Server:
         self._server.wait()
 
     def mend(self) -> None:
-        program = Path(__file__).with_name("s3_server.py")
         self._server = self._processes.start(
-            [program, "--port", self.port, "--journal", self._journal],
+            [s3.__file__, "server", "--port", self.port, "--journal", self._journal],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -226,9 +437,9 @@ class Chaos:
         self._log = args.log.open("ab") if args.log else (folder / "log").open("ab")
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._readers: list[threading.Thread] = []
-        self.steps: list[numbers.Step] = []
+        self.steps: list[Step] = []
         self.events: list[dict[str, Any]] = []
-        self.struck: list[numbers.Struck] = []
+        self.struck: list[Struck] = []
         self.ended: list[str] = []
         self.began = 0.0  # of the story
 
@@ -245,8 +456,8 @@ class Chaos:
             env |= server.environment(self.names.index(name))
         command = [EXAMPLE / "island.py", "--name", name, "--store", self._url]
         flags = settings_of(args) | {
-            "poll": args.poll,
-            "alone": args.alone,
+            "poll": POLL,
+            "alone": ALONE,
             "quorum": args.quorum,
             "seed": args.seed,
             "rounds": 10**9,
@@ -276,7 +487,7 @@ class Chaos:
                 if "held_out" in fields:
                     self.events.append(fields)
                 else:
-                    self.steps.append(numbers.Step(**fields))
+                    self.steps.append(Step(**fields))
 
     def look(self) -> None:
         """Notes islands that have ended."""
@@ -288,7 +499,7 @@ class Chaos:
         if not self._running:
             raise SystemExit(f"all islands have ended: see {self._log.name}")
 
-    def wait_for(self, is_so: Callable[[list[numbers.Step]], bool]) -> None:
+    def wait_for(self, is_so: Callable[[list[Step]], bool]) -> None:
         end = time.monotonic() + PATIENCE
         while not is_so(self.steps[:]):
             self.look()
@@ -346,7 +557,7 @@ class Chaos:
         elif what in ("stop", "go on"):
             now = time.time()
             if what == "stop":
-                self.struck.append(numbers.Struck(name, now, now + away))
+                self.struck.append(Struck(name, now, now + away))
             else:
                 self.struck[-1] = self.struck[-1]._replace(end=now)
             self._running[name].send_signal(signal.SIGSTOP if what == "stop" else signal.SIGCONT)
@@ -404,7 +615,7 @@ class Chaos:
         return found
 
 
-def past_a_round(steps: Sequence[numbers.Step]) -> set[str]:
+def past_a_round(steps: Sequence[Step]) -> set[str]:
     """The islands that have ended a round."""
     firsts: dict[str, int] = {}
     for step in steps:
@@ -414,23 +625,24 @@ def past_a_round(steps: Sequence[numbers.Step]) -> set[str]:
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """What the loss at a number of tokens depends on without failures, and the grace."""
-    return {
-        key: getattr(args, key) for key in ("every", "overlap", "grace", "batch", "lr", "width")
-    }
+    given = {key: getattr(args, key) for key in ("grace", "batch", "width")}
+    return {"every": EVERY, "overlap": OVERLAP, "lr": LR, **given}
 
 
 def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, Any]:
     """A run's line."""
     steps, events, decisions = chaos.steps, chaos.events, chaos.decisions()
-    counted = numbers.counted_by_round(steps, decisions)
-    stall = numbers.longest_stall(steps, chaos.struck)
+    counted = counted_by_round(steps, decisions)
+    stall = longest_stall(steps, chaos.struck)
     usual = float(np.median([step.seconds for step in steps]))
-    points = numbers.curve(events, counted, LENGTH * args.batch)
+    points = curve(events, counted, LENGTH * args.batch)
     sent = sum(e["sent"] > 0 for e in events)
     counts = None if chaos.server is None else chaos.server.counts.sum(axis=0)
     return {
-        **described(args, seconds),
-        **{key: getattr(args, key) for key in ("over", "rate", "poll", "alone", "quorum")},
+        **{key: getattr(args, key) for key in ("story", "seed", "islands", "pause", "period")},
+        **{key: getattr(args, key) for key in ("away", "over", "rate", "quorum")},
+        **{"seconds": round(seconds, 1), "load": round(os.getloadavg()[1], 1)},
+        **{"cores": os.cpu_count(), "jax": jax.__version__},
         "settings": settings_of(args),
         "failures": sum(deed.what == STORIES[args.story].strike for deed in chaos.deeds()),
         "rounds": len(decisions),
@@ -441,67 +653,11 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
         "counted": sum(counted.values()),
         "tokens": LENGTH * args.batch * sum(counted.values()),
         "unlike": [r for r, found in sorted(run.digests_of(events).items()) if len(found) > 1],
-        "megabytes": None if counts is None else round(float(counts[:, :2].sum()) / sent / 1e6, 4),
-        "requests": None if counts is None else round(float(counts[:, 2].sum()) / sent, 2),
-        "items": None if counts is None else by_kind(counts / sent),
+        "megabytes": None if counts is None else round(float(counts[:2].sum()) / sent / 1e6, 4),
+        "requests": None if counts is None else round(float(counts[2]) / sent, 2),
         "ended": chaos.ended,
-        "curve": [(round(x), round(y, 4)) for x, y in numbers.thinned(points)],
+        "curve": [(round(x), round(y, 4)) for x, y in thinned(points)],
     }
-
-
-def described(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """What lines of islands and of the synchronous job have in common."""
-    return {
-        "job": "synchronous" if args.synchronous else "islands",
-        **{key: getattr(args, key) for key in ("story", "seed", "islands", "pause")},
-        **{key: getattr(args, key) for key in ("period", "away")},
-        "seconds": round(seconds, 1),
-        "load": round(os.getloadavg()[1], 1),
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
-    }
-
-
-def synchronously(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs a story of the synchronous job. Its line."""
-    names = run.NAMES[: args.islands]
-    times = {"seconds": args.seconds, "period": args.period, "away": args.away}
-    story = deeds(STORIES[args.story], names, **times, seed=args.seed)
-    ran = synchronous.run(
-        args, [(deed.time, names.index(deed.name)) for deed in story if deed.what == "kill"]
-    )
-    counted = args.islands * ran.counted
-    if ran.failures:
-        # Young 1974: then as much is lost by saving as by what was not saved.
-        best = (2 * ran.saving * args.period) ** 0.5
-        print(f"A save takes {ran.saving:.2f} s. So checkpoints should stand {best:.1f} s apart.")
-    return {
-        **described(args, ran.seconds),
-        "settings": {
-            key: getattr(args, key) for key in ("every", "batch", "lr", "width", "checkpoint_every")
-        },
-        "over": None,
-        "rate": None,
-        "failures": ran.failures,
-        "rounds": ran.counted // args.every,
-        "usual": round(float(np.median([step.seconds for step in ran.steps])), 4),
-        "stall": round(ran.stall, 2),
-        "saving": round(ran.saving, 3),
-        "made": args.islands * len(ran.steps),
-        "counted": counted,
-        "tokens": LENGTH * args.batch * counted,
-        "unlike": [],
-        "megabytes": None,
-        "requests": None,
-        "ended": [],
-        "curve": [],
-    }
-
-
-def by_kind(counts: np.ndarray) -> dict[str, list[float]]:
-    """Bytes to the server, bytes from it, and requests, by kind."""
-    rows = zip(proxy.KINDS, counts)
-    return {kind: [round(float(x), 3) for x in row] for kind, row in rows if any(row)}
 
 
 def runs(path: Path) -> list[dict[str, Any]]:
@@ -524,17 +680,10 @@ def options() -> argparse.ArgumentParser:
     add("--islands", type=int, default=4, choices=range(2, len(run.NAMES) + 1))
     add("--over", choices=("s3", "folder"), help="where islands meet (s3, but disk: folder)")
     add("--rate", default="100mbit", help="of each link, each way: 100mbit, 1Gbit")
-    add("--every", type=int, default=10, help="local steps in a round")
-    add("--overlap", type=int, default=5, help="steps beside an exchange")
     add("--quorum", type=int, default=2, help="least number of islands in a round")
     add("--grace", type=float, default=5.0, help="seconds to wait for those that are late")
-    add("--poll", type=float, default=0.2, help="seconds from one look at the store to the next")
-    add("--alone", type=int, default=10_000, help="steps to go on if the store does not answer")
     add("--pause", type=float, default=0.0, help="seconds that all islands sleep in each step")
-    add("--synchronous", action="store_true", help="one jax.distributed job, not islands")
-    add("--checkpoint-every", type=int, default=30, metavar="STEPS", help="of --synchronous")
     add("--batch", type=int, default=8, help="windows in a step")
-    add("--lr", type=float, default=0.01, help="learning rate of the inner AdamW")
     add("--width", type=int, default=64, help="of the transformer")
     add("--jsonl", type=Path, default=Path(__file__).with_suffix(".jsonl"), help="results")
     add("--log", type=Path, help="append what islands print to this file")
@@ -549,27 +698,11 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
     story = STORIES[args.story]
     args.seconds = 1200.0 if args.seconds is None else args.seconds
     args.away = story.away if args.away is None else args.away
-    if args.synchronous and args.story not in ("calm", "kill"):
-        parser.error(f"--story {args.story} is of islands: with --synchronous take calm or kill")
-    if args.synchronous and args.over:
-        parser.error(f"--over {args.over} is of islands: leave it out with --synchronous")
-    args.over = args.over or ("folder" if args.story == "disk" or args.synchronous else "s3")
+    args.over = args.over or ("folder" if args.story == "disk" else "s3")
     try:
         args.rate = bytes_per_second(args.rate)
     except ValueError as error:
         parser.error(f"--rate: {error}")
-    above_0 = ("seconds", "period", "every", "batch", "width", "quorum", "poll", "lr")
-    for flag in (*above_0, "checkpoint_every"):
-        if not 0 < getattr(args, flag) < float("inf"):
-            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be above 0")
-    for flag in ("seed", "pause", "alone", "grace", "away"):
-        if not 0 <= getattr(args, flag) < float("inf"):
-            parser.error(f"--{flag} {getattr(args, flag)} must be at least 0")
-    if not 1 <= args.overlap < args.every:
-        parser.error(
-            f"--overlap {args.overlap} must be at least 1 and less than --every {args.every}: "
-            "which steps a message holds is not told otherwise"
-        )
     if args.quorum > args.islands:
         parser.error(f"--quorum {args.quorum} is more than --islands {args.islands}")
     if story.strike and not args.away < args.period:
@@ -595,12 +728,9 @@ def main() -> None:
         if not args.jsonl.exists():
             parser.error(f"--jsonl {args.jsonl} is not there: run stories first")
         is_wanted = lambda x: args.seconds is None or abs(x["seconds"] - args.seconds) < 1
-        print(numbers.table([line for line in runs(args.jsonl) if is_wanted(line)]))
+        print(table([line for line in runs(args.jsonl) if is_wanted(line)]))
         return
     args = checked(parser, args)
-    if args.synchronous:
-        add_line(args, synchronously(args))
-        return
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     processes = Processes()
@@ -620,10 +750,8 @@ def add_line(args: argparse.Namespace, line: dict[str, Any]) -> None:
     """Adds a run to the results, and prints its row."""
     with args.jsonl.open("a") as file:
         file.write(json.dumps(line) + "\n")
-    rows = numbers.table(runs(args.jsonl)).splitlines()
+    rows = table(runs(args.jsonl)).splitlines()
     print("\n".join([*rows[:2], rows[-1]]))
-    if line.get("items"):
-        print(f"\n{numbers.items(line)}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import timing
 
 import jaxsparse
 from jaxsparse.arrays.printing import aligned
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import TopK
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -86,7 +87,7 @@ def train(tx: Any, args: argparse.Namespace, batch: int, rate: float, seed: int)
         updates, opt_state = tx.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    parallel = jaxsparse.data_parallel(step, args.workers)
+    parallel = run_on_workers(step, args.workers)
     everything = images.reshape(-1, images.shape[-1]), labels.reshape(-1)
 
     def some(state: Any, chosen: jax.Array) -> tuple[Any, jax.Array]:

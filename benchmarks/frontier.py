@@ -1,6 +1,6 @@
 """The lowest loss for a number of bytes: what is exchanged, how often, and in how many bits.
 
-Simulated workers train the byte-level transformer of examples/local_updates on Python's own
+Simulated workers train the byte-level transformer of transformer.py on Python's own
 library: eight of them, or four with the largest size. A recipe is an optimizer, what workers
 exchange, each how many steps, in which format, and for which share of the steps they exchange after
 each one first (a warm start). Names say all of it:
@@ -29,10 +29,8 @@ and momentum in place of 0.7 and 0.6, and are lines of `frontier_outer.jsonl`.
 import argparse
 import dataclasses
 import functools
-import importlib
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,21 +40,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import transformer as models
 from flax import nnx
 from rates import tuned
 from recipes import EXCHANGES, NESTEROV, Recipe
 
 import jaxsparse
 from jaxsparse import LocalSteps, per_worker
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "local_updates"))
-models: Any = importlib.import_module("model")
+from jaxsparse.outer.parallel import run_on_workers
 
 Transformation: TypeAlias = optax.GradientTransformation
 
 
 class Size(NamedTuple):
-    """A transformer of `examples/local_updates`, and the batches that train it."""
+    """A transformer, and the batches that train it."""
 
     width: int
     layers: int
@@ -197,7 +194,7 @@ class Trainer:
         if not recipe.is_local:
             return self._ways.setdefault(
                 0,
-                jaxsparse.data_parallel(
+                run_on_workers(
                     lambda s, x: self._step(s, x)[0], self._size.workers, donate_argnums=0
                 ),
             )

@@ -1,8 +1,7 @@
 """The map of what `frontier.py` trained: losses, bytes, and what dominates what.
 
-Bytes are those of each exchange's collectives, traced for 2, 4, 8 and 20 workers. A law of what
-formats cost is fitted on the runs, and tested by fits of one half on the other. `--export FILE`
-writes how they ended: the costs of `jaxsparse.planner.RECIPES` are from there.
+Bytes are those of each exchange's collectives, traced for 2, 4, 8 and 20 workers. `--export FILE`
+writes how runs ended: the costs of `jaxsparse.planner.RECIPES` are from there.
 
     python benchmarks/frontier_map.py
     python benchmarks/frontier_map.py --steps 600
@@ -11,62 +10,18 @@ writes how they ended: the costs of `jaxsparse.planner.RECIPES` are from there.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import scipy.optimize
 from frontier import SIZES, Results, Size
 from recipes import EXCHANGES, NESTEROV, End, Recipe
 
 from jaxsparse.traffic import traced_bytes
 
 COUNTED = (2, 4, 8, 20)  # workers
-
-
-class Law(NamedTuple):
-    """What a format for all values costs over the dense mean of as many local steps, in nats.
-
-        scale * (error / (1 - error)) ** power * (100 / exchanges) ** decay * (10 / H) ** noise
-
-    The error is the share of the squared norm of normal numbers that does not arrive in one
-    exchange, so that `error / (1 - error)` exchanges pass, on average, before a number does. The
-    last factor is for noise, of which displacements of few steps have more.
-    """
-
-    scale: float
-    power: float
-    decay: float
-    noise: float
-    spread: float  # nats: root mean square error of fits of one half of the runs, on the other
-    errors: Mapping[str, float]  # by exchange: those that it was fitted on
-    exchanges: tuple[float, float]  # the fewest and the most in a run of these
-    every: tuple[int, int]  # the fewest and the most local steps
-
-    def nats(self, exchange: str, exchanges: float, every: int) -> float | None:
-        """Nats above the dense mean, or None where no runs were.
-
-        Args:
-            exchange: a key of `EXCHANGES`.
-            exchanges: number of exchanges in the run.
-            every: local steps between two of them, H.
-        """
-        is_near = self.exchanges[0] <= exchanges <= self.exchanges[1]
-        if exchange not in self.errors or not is_near:
-            return None
-        if not self.every[0] <= every <= self.every[1]:
-            return None
-        error = self.errors[exchange]
-        lag = (error / (1 - error)) ** self.power
-        few = (100 / exchanges) ** self.decay * (10 / every) ** self.noise
-        return float(self.scale * lag * few)
 
 
 class Row(NamedTuple):
@@ -130,79 +85,6 @@ def above(row: Row, other: Row) -> tuple[float, str]:
     return mean, "" if spread is None else f" ± {spread:.3f}"
 
 
-@functools.cache
-def error_of(exchange: str) -> float:
-    """The share of the squared norm of normal numbers, equal on all workers, that is late."""
-    tx = EXCHANGES[exchange].transformation(is_dense=lambda *_: False)
-    x = jax.random.normal(jax.random.key(0), (2**16,))
-    one = lambda x: tx.update({"w": x}, tx.init({"w": x}))[0]["w"]
-    mean = jax.vmap(one, in_axes=None, axis_name="data", axis_size=8)(x)[0]
-    return round(float(jnp.sum((mean - x) ** 2) / jnp.sum(x**2)), 4)
-
-
-class Cost(NamedTuple):
-    """What an exchange cost in one run, over the dense mean with the same steps, rate and seed."""
-
-    recipe: Recipe
-    exchanges: float
-    nats: float
-
-
-def costs(results: Results) -> tuple[list[Cost], list[Cost]]:
-    """Those of formats for all values, in two halves: each second one of what is sorted.
-
-    So the halves are alike. Seeds of a recipe are not parted. Sparse exchanges of displacements,
-    whose tails are heavy, cost less than their error on normal numbers tells.
-    """
-    ends = {
-        (line["recipe"], line["rate"], line["seed"], line["steps"][-1]): line["held_out"][-1]
-        for line in results.lines()
-    }
-    found: dict[tuple[str, float, str], list[Cost]] = {}
-    for (name, rate, seed, steps), loss in ends.items():
-        recipe = Recipe.parsed(name)
-        dense = str(dataclasses.replace(recipe, exchange="dense"))
-        if not recipe.is_local or recipe.warm:
-            continue
-        if EXCHANGES[recipe.exchange].system != "quantized":
-            continue
-        if (dense, rate, seed, steps) in ends:
-            turns = steps / recipe.every
-            cost = Cost(recipe, turns, loss - ends[dense, rate, seed, steps])
-            found.setdefault((recipe.exchange, turns, name), []).append(cost)
-    groups = [found[key] for key in sorted(found)]
-    first, second = ([cost for group in groups[i::2] for cost in group] for i in range(2))
-    return first, second
-
-
-def fitted(results: Results) -> Law:
-    """The law of what exchanges cost, fitted on all runs.
-
-    Its spread is that of two other fits: each is of one half, and is tested on the other one.
-    """
-    halves = costs(results)
-    both = [*halves[0], *halves[1]]
-    errors = {name: error_of(name) for name in sorted({c.recipe.exchange for c in both})}
-    turns, every = [cost.exchanges for cost in both], [cost.recipe.every for cost in both]
-    ends = errors, (min(turns), max(turns)), (min(every), max(every))
-    made = lambda x: Law(math.exp(x[0]), x[1], x[2], x[3], 0.0, *ends)
-
-    def wrong(x: Any, runs: list[Cost]) -> Any:
-        law = made(x)
-        said = [law.nats(c.recipe.exchange, c.exchanges, c.recipe.every) for c in runs]
-        return np.array(said, float) - [cost.nats for cost in runs]
-
-    fit = lambda runs: scipy.optimize.least_squares(wrong, (-3.0, 1.0, 1.0, 1.0), args=(runs,)).x
-    off = np.concatenate([wrong(fit(half), other) for half, other in (halves, halves[::-1])])
-    law = made(fit(both))._replace(spread=float(np.sqrt(np.mean(off**2))))
-    print(
-        f"law: {law.scale:.4f} * (error / (1 - error)) ** {law.power:.2f} * (100 / exchanges) ** "
-        f"{law.decay:.2f} * (10 / H) ** {law.noise:.2f} nats, fitted on {len(both)} runs; fits of "
-        f"one half are off by {law.spread:.4f} on the other"
-    )
-    return law
-
-
 def undominated(points: list[tuple[float, float]]) -> list[int]:
     """The points than which none has both numbers smaller, in the order of the first number."""
     found: list[int] = []
@@ -217,7 +99,7 @@ def dense_of(found: list[Row]) -> Row:
     return next(row for row in found if str(row.recipe) == "adamw, gradients, dense")
 
 
-def export(found: list[Row], short: list[Row], results: Results, args: argparse.Namespace) -> None:
+def export(found: list[Row], short: list[Row], args: argparse.Namespace) -> None:
     """Writes how recipes ended whose rates were tuned.
 
     Of shorter runs, it takes recipes that `found` has, too.
@@ -239,13 +121,11 @@ def export(found: list[Row], short: list[Row], results: Results, args: argparse.
         }
         for some in (found, [row for row in short if row.recipe in known])
     )
-    numbers = fitted(results)._asdict()
-    law = {k: round(v, 4) if isinstance(v, float) else v for k, v in numbers.items()}
-    content = {
-        **{"setup": setup, "steps": args.steps, "law": law, "ends": ends},
-        "shorter": {"steps": args.short, "ends": ends_of_short},
-    }
-    args.export.write_text(json.dumps(content, indent=1) + "\n")
+    lines = lambda ends: ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in ends.items())
+    args.export.write_text(
+        f'{{"setup": {json.dumps(setup)},\n"steps": {args.steps},\n"ends": {{\n{lines(ends)}\n}},\n'
+        f'"shorter": {{"steps": {args.short}, "ends": {{\n{lines(ends_of_short)}\n}}}}}}\n'
+    )
 
 
 def show(found: list[Row]) -> None:
@@ -299,7 +179,7 @@ def main() -> None:
     show(found)
     if args.export is not None:
         tuned, of_short = ([row for row in some if row.is_tuned] for some in (found, short))
-        export(tuned, of_short, results, args)
+        export(tuned, of_short, args)
 
 
 if __name__ == "__main__":

@@ -14,25 +14,70 @@ shows that the command works.
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
+import re
 import shlex
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import gpu_report
-import gpu_tests
-
+ROOT = Path(__file__).resolve().parents[1]
 # Shares of the time that is left when a stage starts. Later stages get what it does not need.
 SHARES = {"tests": 0.4, "repeats": 0.3, "kernels": 0.6, "steps": 0.7, "forms": 0.7, "trace": 1.0}
 _LEAST = 8.0  # seconds: no stage starts if less time is left
 _REPORT = 2.0  # seconds for the tables at the end
+
+# Leaves out variants over devices, other settings of the process, and tests that need no chip.
+_ONE_DEVICE = (
+    "not shard_map and not varying and not on_devices and not x64 and not replicated "
+    "and not seed_may_vary and not refused and not refuses and not errors_name and not checked"
+)
+# Suites of tests, the most telling first.
+SUITES: dict[str, list[str]] = {
+    "forms": [
+        *("tests/test_gpu_forms.py", "--slow", "--thorough"),
+        *("-k", "not only_the_seed_may_vary"),
+    ],
+    "contract": [
+        *("tests/test_replicas_repeat.py", "tests/test_contract.py", "--slow", "--thorough"),
+        *("-k", "bitwise or among_simulated"),
+    ],
+    "select": [
+        *("tests/test_slots.py", "tests/test_select.py", "tests/test_thresholds.py"),
+        *("tests/test_sketch.py", "-k", _ONE_DEVICE),
+    ],
+    "codecs": [
+        *("tests/test_stream.py", "tests/test_block_sketch.py", "tests/test_quantize.py"),
+        *("-k", _ONE_DEVICE),
+    ],
+    "collectives": ["tests/test_collectives.py", "-k", _ONE_DEVICE],
+    "feedback": [
+        *("tests/test_feedback.py", "-k"),
+        "worked_example and -True or one_nan and True- or third_step or oracle or dense_momentum "
+        "or rounding_to_half or beyond_float16 or sum_that_overflows or whose_sum_overflows",
+    ],
+    "small": ["tests/test_contract.py", "-k", "tiny_vectors or no_axis"],
+    "hashing": ["tests/test_hashing.py"],
+}
+# An outcome as pytest -v prints it, with xdist and without.
+_OUTCOME = re.compile(
+    r"^(?:\[gw\d+\] \[[\s\d]+%\] (?P<parallel>[A-Z]+) (?P<test>.+?)|"
+    r"(?P<name>\S*::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)\s*$"
+)
+_COLLECTING = re.compile(r"^ERROR (?P<file>tests/\S+)")
+
+Record = dict[str, Any]
 
 
 def exponent(text: str) -> int:
@@ -46,31 +91,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--platform", choices=["gpu", "cpu"], default="gpu")
-    parser.add_argument("--minutes", type=float, default=9, help="after which it has ended (9)")
-    parser.add_argument(
-        "--stages", nargs="+", choices=SHARES, default=list(SHARES), help="those to run (all)"
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="WORD",
-        help="of the stages but tests: what has one in its name",
-    )
-    parser.add_argument(
-        "--suites",
-        nargs="+",
-        choices=gpu_tests.SUITES,
-        default=list(gpu_tests.SUITES),
-        help="of tests (all)",
-    )
-    parser.add_argument(
-        "--test-workers",
-        type=int,
-        default=max(1, min(6, (os.cpu_count() or 1) // 2)),
-        help="processes of pytest, if xdist is there (half the cores, at most 6)",
-    )
-    parser.add_argument(
+    add, suites = parser.add_argument, list(SUITES)
+    add("--platform", choices=["gpu", "cpu"], default="gpu")
+    add("--minutes", type=float, default=9, help="after which it has ended (9)")
+    add("--stages", nargs="+", choices=SHARES, default=list(SHARES), help="those to run (all)")
+    add("--only", nargs="+", metavar="WORD", help="of the stages but tests: what has one in it")
+    add("--suites", nargs="+", choices=suites, default=suites, help="of tests (all)")
+    add(
         "--sizes",
         type=exponent,
         nargs="+",
@@ -78,68 +105,64 @@ def parse_args() -> argparse.Namespace:
         default=[27, 22, 16, 24, 20, 28, 18],
         help="of the kernels' vectors: 2^E elements, the first ones first (27 22 16 24 20 28 18)",
     )
-    parser.add_argument("--density", type=float, default=0.001, help="k / size (0.001)")
-    parser.add_argument("--repeats", type=int, default=20, help="of each decode (20)")
-    parser.add_argument(
-        "--repeat-size",
-        type=exponent,
-        metavar="E",
-        default=18,
-        help="of decodes: 2^E elements (18)",
-    )
-    parser.add_argument("--workers", type=int, default=8, help="that are simulated (8)")
-    parser.add_argument(
-        "--params", type=int, default=100_000_000, help="of an update, if they fit (100_000_000)"
-    )
-    parser.add_argument("--trace", metavar="DIR", help="profiles of the three slowest kernels")
-    parser.add_argument("--json", metavar="FILE", help="also write all results here")
-    parser.add_argument("--markdown", metavar="FILE", help="also write the last block here")
+    add("--repeats", type=int, default=20, help="of each decode (20)")
+    add("--repeat-size", type=exponent, metavar="E", default=18, help="of decodes: 2^E (18)")
+    add("--params", type=int, default=100_000_000, help="of an update, if they fit (100_000_000)")
+    add("--trace", metavar="DIR", help="profiles of the three slowest kernels")
+    add("--json", metavar="FILE", help="also write all results here")
+    add("--markdown", metavar="FILE", help="also write the last block here")
     # Flags of a process that runs one stage.
     for name, kind in ("--stage", str), ("--seconds", float), ("--records", Path):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
-    parser.add_argument("--slowest", nargs="+", default=[], help=argparse.SUPPRESS)
+        add(name, type=kind, help=argparse.SUPPRESS)
+    add("--slowest", nargs="+", default=[], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def run_stage(args: argparse.Namespace) -> None:
-    """Runs one stage in this process."""
-    import gpu_kernels
-    import gpu_repeats
-    import gpu_stage
-    import gpu_steps
-    import jax
+# --- processes
 
-    stage = gpu_stage.Stage(args, args.stage, args.records, args.seconds)
-    device = gpu_stage.device()
-    if (device.platform == "cpu") != (args.platform == "cpu"):
-        sys.exit(f"--platform={args.platform}, but JAX runs on {device}: install jax[cuda13]")
-    stage.record(
-        chip=device.device_kind,
-        platform=device.platform,
-        jax=jax.__version__,
-        jaxlib=importlib.metadata.version("jaxlib"),
-    )
-    functions = {
-        "device": lambda stage: None,
-        "repeats": gpu_repeats.repeats,
-        "kernels": gpu_kernels.table,
-        "steps": gpu_steps.steps,
-        "forms": gpu_kernels.other_forms,
-        "trace": gpu_kernels.trace,
+
+def environment(platform: str) -> dict[str, str]:
+    """Variables of every process: the platform, shared memory, and how programs are compiled.
+
+    On a GPU they are compiled as users run them. (tests/conftest.py turns optimisations off unless
+    the variable is set. The emulated CPU devices that it asks for do no harm there.) On a CPU,
+    where times say nothing here, they are compiled without optimisations.
+    """
+    platforms = "cpu"
+    if platform == "gpu":
+        # "cpu" is for code that asks for that backend by name. Without a GPU this fails at once.
+        platforms = os.environ.get("JAX_PLATFORMS", "cpu")
+        platforms = "cuda,cpu" if platforms == "cpu" else platforms
+    defaults = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": {"cpu": "1", "gpu": "0"}[platform],
+        "PYTHONUNBUFFERED": "1",
     }
-    functions[args.stage](stage)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if platform == "gpu" and importlib.metadata.version("jaxlib") in ("0.10.2", "0.11.0"):
+        # Without this they compile sums of floats to loops of compare-and-swap, see results/gpu.md.
+        flags += " --xla_backend_extra_options=-nvptx-allow-ftz-atomics"
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    given = {"JAX_PLATFORMS": platforms, "PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags}
+    return defaults | os.environ | given
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """Ends a process, if it still runs, and all that it started, which form one session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def run_process(
     args: argparse.Namespace, name: str, seconds: float, records: Path, extra: list[str]
-) -> list[dict]:
+) -> list[Record]:
     """Runs a stage in its own process, ends it if it is late, and reads the rows that it wrote."""
     command = [sys.executable, __file__, *sys.argv[1:], "--stage", name]
     # A little less than the time after which it is ended.
     command += ["--seconds", str(max(1.0, seconds - 4)), "--records", str(records), *extra]
-    process = subprocess.Popen(
-        command, env=gpu_tests.environment(args.platform), start_new_session=True
-    )
+    process = subprocess.Popen(command, env=environment(args.platform), start_new_session=True)
     end: dict[str, str] = {}
     try:
         if code := process.wait(seconds):
@@ -147,7 +170,7 @@ def run_process(
     except subprocess.TimeoutExpired:
         end = {"skipped": f"the rest of {name}, stopped after {seconds:.0f} s"}
     finally:
-        gpu_tests.end_group(process)
+        end_group(process)
     lines = records.read_text().splitlines(keepends=True) if records.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     if end:
@@ -156,7 +179,7 @@ def run_process(
     return rows
 
 
-def slowest(records: list[dict], count: int = 3) -> list[str]:
+def slowest(records: list[Record], count: int = 3) -> list[str]:
     """The library's kernels that are furthest above their floors, at the largest size measured."""
     rows = [r for r in records if "over_floor" in r and "torch" not in r["name"]]
     most = max((r["size"] for r in rows), default=0)
@@ -164,10 +187,10 @@ def slowest(records: list[dict], count: int = 3) -> list[str]:
     return [r["name"] for r in rows[:count]]
 
 
-def run_all(args: argparse.Namespace) -> dict[str, list[dict]]:
+def run_all(args: argparse.Namespace) -> dict[str, list[Record]]:
     """Runs all stages that there is time for."""
     end = time.monotonic() + 60 * args.minutes - _REPORT
-    results: dict[str, list[dict]] = {}
+    results: dict[str, list[Record]] = {}
     with tempfile.TemporaryDirectory() as folder:
         # To look for a device takes at most a minute. Without one, tests would run on the CPU.
         limit = min(60.0, end - time.monotonic())
@@ -198,14 +221,180 @@ def run_all(args: argparse.Namespace) -> dict[str, list[dict]]:
     return results
 
 
-def run_tests(args: argparse.Namespace, seconds: float) -> Iterator[dict]:
-    """Rows of the suites. Each is shown when its suite ends."""
-    for row in gpu_tests.run(args.suites, args.platform, seconds, args.test_workers):
-        print("\n".join([*row.get("tail", []), str({**row, "tail": "above"})]), flush=True)
+# --- tests
+
+
+def outcomes(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names and outcomes of the tests in pytest's output, which may be cut short."""
+    for line in lines:
+        if found := _OUTCOME.match(line):
+            yield found["test"] or found["name"], found["parallel"] or found["outcome"]
+        elif found := _COLLECTING.match(line):
+            yield found["file"], "ERROR"
+
+
+def run_tests(args: argparse.Namespace, seconds: float) -> Iterator[Record]:
+    """One row for each suite, until time is up."""
+    end = time.monotonic() + seconds
+    # addopts in pyproject.toml want xdist. Warnings of a newer JAX are not what is tested here.
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=--import-mode=importlib", "-W", "default"]
+    command += ["--continue-on-collection-errors"]
+    if (workers := min(6, (os.cpu_count() or 1) // 2)) > 1 and importlib.util.find_spec("xdist"):
+        command += ["-n", str(workers)]
+    for name in args.suites:
+        left = end - time.monotonic()
+        if left < 5:
+            yield {"stage": "tests", "skipped": name}
+            continue
+        # The first suites matter most, but must not take all of the time.
+        share = left if name == args.suites[-1] else left / 2
+        row = _suite(name, command + SUITES[name], args.platform, share)
+        print("\n".join([*row["tail"], str({**row, "tail": "above"})]), flush=True)
         yield {"stage": "tests", **row}
 
 
-def wrong(results: dict[str, list[dict]]) -> list[str]:
+def _suite(name: str, command: list[str], platform: str, seconds: float) -> Record:
+    start, complete = time.monotonic(), True
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(platform), text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output = process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        complete = False
+        end_group(process)
+        output = process.communicate()[0]
+    finally:
+        end_group(process)
+    lines = output.splitlines()
+    found = dict(outcomes(lines))
+    bad = [test for test, outcome in found.items() if outcome in ("FAILED", "ERROR")]
+    return {
+        "name": name,
+        "passed": list(found.values()).count("PASSED"),
+        "failed": len(bad),
+        "failures": bad,
+        "complete": complete,
+        "seconds": round(time.monotonic() - start, 1),
+        # pytest's own: 0 and 1 are outcomes of tests. With anything else it did not run them.
+        "returncode": process.returncode,
+        "tail": lines[-15:] if bad or not found else [],
+    }
+
+
+# --- the report
+
+
+def table(title: str, head: Sequence[str], rows: list[Sequence[str]], notes: Iterable[str]) -> str:
+    """A table in Markdown, with notes below it."""
+    line = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    lines = [f"### {title}", ""]
+    if rows:
+        lines += [line(head), "|---|" + "---:|" * (len(head) - 1), *map(line, rows), ""]
+    return "\n".join(lines + [f"- {note}" for note in notes]).rstrip() + "\n"
+
+
+def _notes(records: list[Record]) -> list[str]:
+    notes = [r["note"] for r in records if "note" in r]
+    if skipped := [r["skipped"] for r in records if "skipped" in r]:
+        notes.append(f"skipped for lack of time: {'; '.join(skipped)}")
+    return notes + [f"failed: {r['failed']}: {r['why']}" for r in records if "why" in r]
+
+
+def _named(records: list[Record]) -> list[Record]:
+    return [r for r in records if "name" in r]
+
+
+def of_tests(records: list[Record]) -> str:
+    """Counts of the suites, and the names of failures."""
+    rows: list[Sequence[str]] = []
+    notes = _notes(records)
+    for r in _named(records):
+        finished = "yes" if r["complete"] else "no, stopped"
+        rows.append((r["name"], f"{r['passed']}", f"{r['failed']}", finished, f"{r['seconds']}"))
+        notes += [f"failed: {test}" for test in r["failures"]]
+        if r["complete"] and r["returncode"] not in (0, 1):
+            notes.append(f"{r['name']}: pytest ended with {r['returncode']}: {r['tail'][-1:]}")
+    return table("Correctness", ("suite", "passed", "failed", "ran to its end", "s"), rows, notes)
+
+
+def of_repeats(records: list[Record]) -> str:
+    """Counts of runs and elements of each decode that differ."""
+    rows: list[Sequence[str]] = []
+    for r in _named(records):
+        unlike = f"{r['runs']} of {r['times'] - 1}" if r["runs"] else "none"
+        rows.append((r["name"], unlike, f"{r['most']}", f"{r['between_replicas']}"))
+    head = "decode", "runs unlike the first", "elements at most", "unlike between replicas"
+    return table("Replicas stay bitwise equal", head, rows, _notes(records))
+
+
+def of_kernels(records: list[Record]) -> str:
+    """A full table at 2^27 or the size next to it, and a short one of all sizes."""
+    found = _named(records)
+    sizes = sorted({r["size"] for r in found})
+    if not sizes:
+        return table("Kernels", (), [], _notes(records))
+    main = max((s for s in sizes if s <= 27), default=sizes[0])
+    rows: list[Sequence[str]] = []
+    for r in (r for r in found if r["size"] == main):
+        target, over = r["target"], r["over_floor"]
+        verdict = "" if target is None else "over" if over > target else "met"
+        wanted = "" if target is None else f"{target:g}"
+        cells = f"{r['ms']:.3f}", f"{over:.2f}", f"{r['over_donated']:.2f}", wanted, verdict
+        rows.append((r["name"], *cells))
+    copies = {s: [r["bandwidth"] for r in found if r["size"] == s] for s in sizes}
+    note = (
+        "the floor: the bytes that have to move, at the bandwidth of a donated x * 2 of that size, "
+        f"here {min(copies[main]) / 1e9:.4g} to {max(copies[main]) / 1e9:.4g} GB/s read and written"
+    )
+    head: Sequence[str] = ("kernel", "ms", "of the floor", "of x * 2", "target", "")
+    full = table(f"Kernels at 2^{main} float32", head, rows, [note])
+
+    short = {(r["name"], r["size"]): f"{r['ms']:.3f} ({r['over_floor']:.1f})" for r in found}
+    names = dict.fromkeys(r["name"] for r in found)
+    doubled = [f"{8e3 * 2**s / statistics.median(copies[s]):.3f}" for s in sizes]
+    rows = [("x * 2, donated", *doubled)]
+    rows += [(name, *(short.get((name, s), "") for s in sizes)) for name in names]
+    head = ("kernel", *(f"2^{s}" for s in sizes))
+    return full + "\n" + table("Kernels: ms (of the floor)", head, rows, _notes(records))
+
+
+def of_forms(records: list[Record], kernels: list[Record]) -> str:
+    """Times of the forms for the other kind of device, beside those of this device's forms."""
+    own = {(r["name"], r["size"]): r["ms"] for r in _named(kernels)}
+    rows: list[Sequence[str]] = []
+    for r in _named(records):
+        ms = own.get((r["name"], r["size"]))
+        usual = (f"{ms:.3f}", f"{r['ms'] / ms:.1f}") if ms else ("", "")
+        rows.append((r["name"], f"2^{r['size']}", f"{r['ms']:.3f}", *usual))
+    head = "kernel", "size", "ms", "ms of this device's form", "ratio"
+    return table("Forms that other devices get", head, rows, _notes(records))
+
+
+def of_steps(records: list[Record]) -> str:
+    """Times and memory of updates."""
+    found = _named(records)
+    gib = lambda count: "" if count is None else f"{count / 2**30:.3f}"
+    rows: list[Sequence[str]] = [
+        (r["name"], f"{r['ms']:.2f}", gib(r["planned_bytes"]), gib(r["peak_bytes"] or None))
+        for r in found
+    ]
+    title = "Updates"
+    if found:
+        title += f" of {found[0]['params']} parameters, {found[0]['workers']} simulated workers"
+    head = "method", "ms", "GiB as compiled", "GiB at the peak, if the highest so far"
+    return table(title, head, rows, _notes(records))
+
+
+def of_trace(records: list[Record]) -> str:
+    """The folders of traces."""
+    rows: list[Sequence[str]] = [(r["name"], r["folder"]) for r in _named(records)]
+    return table("Traces", ("kernel", "folder"), rows, _notes(records))
+
+
+def wrong(results: dict[str, list[Record]]) -> list[str]:
     """Everything that is wrong: failed tests, decodes that differ, stages or kernels that broke."""
     found = []
     for row in (row for rows in results.values() for row in rows):
@@ -216,22 +405,12 @@ def wrong(results: dict[str, list[dict]]) -> list[str]:
     return found
 
 
-def block(args: argparse.Namespace, results: dict[str, list[dict]]) -> str:
-    """The report in Markdown. It also shows the same tables on the terminal."""
-    tables: list[gpu_report.Table] = []
-    makers = {
-        "tests": lambda rows: [gpu_report.of_tests(rows)],
-        "repeats": lambda rows: [gpu_report.of_repeats(rows)],
-        "kernels": gpu_report.of_kernels,
-        "steps": lambda rows: [gpu_report.of_steps(rows)],
-        "forms": lambda rows: [gpu_report.of_forms(rows, results.get("kernels", []))],
-        "trace": lambda rows: [gpu_report.of_trace(rows)],
-    }
-    for name, make in makers.items():
-        if name in results:
-            tables += make(results[name])
-    for table in tables:
-        table.show()
+def block(results: dict[str, list[Record]]) -> str:
+    """The report in Markdown."""
+    forms = lambda rows: of_forms(rows, results.get("kernels", []))
+    makers = {"tests": of_tests, "repeats": of_repeats, "kernels": of_kernels, "steps": of_steps}
+    makers |= {"forms": forms, "trace": of_trace}
+    tables = [make(results[name]) for name, make in makers.items() if name in results]
     where = next(
         (row for rows in results.values() for row in rows if "chip" in row),
         {"chip": "no device was reached"},
@@ -240,19 +419,21 @@ def block(args: argparse.Namespace, results: dict[str, list[dict]]) -> str:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
     details = ", ".join([f"`{command}`", date, *versions, f"Python {sys.version.split()[0]}"])
-    head = f"## {where['chip']}\n\n{details}\n"
     problems = "".join(f"- wrong: {problem}\n" for problem in wrong(results))
-    return "\n".join([head, *([problems] if problems else []), *(t.markdown() for t in tables)])
+    head = f"## {where['chip']}\n\n{details}\n"
+    return "\n".join([head, *([problems] if problems else []), *tables])
 
 
 def main() -> None:
     args = parse_args()
     if args.stage:
-        run_stage(args)
+        import gpu_kernels
+
+        gpu_kernels.run_stage(args)
         sys.stdout.flush()
         os._exit(0)  # without waiting for programs that still compile
     results = run_all(args)
-    text = block(args, results)
+    text = block(results)
     print(f"\n{text}")
     if args.markdown:
         Path(args.markdown).write_text(text)

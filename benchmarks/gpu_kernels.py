@@ -1,18 +1,200 @@
-"""The kernels of gpu.py: times beside the least that their memory traffic takes, and traces."""
+"""The stages of gpu.py that need JAX: kernels and their repetitions, whole updates, and traces.
 
+Times stand beside the least that memory traffic takes. Decodes are repeated on one input, because
+replicas must stay bitwise equal. Their data are not integers: sums of integers are exact in any
+order, and would hide a change of it. Updates are of workers that one device simulates, with
+matrices and vectors.
+"""
+
+import argparse
+import concurrent.futures
 import functools
 import importlib
+import importlib.metadata
+import itertools
+import json
+import math
+import os
 import statistics
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from gpu_stage import Program, Stage, Times, donated_double, timed
+import optax
 
-from jaxsparse import codecs, quantize, select, sketch
+import jaxsparse
+from jaxsparse import codecs, quantize, select, shard, sketch
 from jaxsparse.arrays import platforms
 from jaxsparse.arrays.stream import SparseStream, to_dense
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import at_density
+
+from jaxsparse.outer.parallel import run_on_workers
+
+# A program with its arguments.
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+_WORKERS, _DENSITY = 8, 0.001  # of updates; of kernels and updates
+
+# --- a stage: a budget of time, results that outlive a crash, and timing
+
+_LEAST = 1.0  # seconds: nothing begins if less time is left
+_BATCH = 0.01  # seconds between two waits, a hundred times the cost of a wait
+_MOST_CALLS = 500
+_MOST = 2.0  # seconds for all batches of a slow program
+
+
+class Stage:
+    """Writes results one by one, and keeps to its time, after which gpu.py ends the process.
+
+    Attributes:
+        args: arguments of the command.
+    """
+
+    def __init__(self, args: Any, name: str, records: Path, seconds: float):
+        self.args = args
+        self._name = name
+        self._records = records
+        self._end = time.monotonic() + seconds
+
+    def record(self, **values: Any) -> None:
+        """Adds a row of this stage. gpu.py reads it even if the process dies afterwards."""
+        with self._records.open("a") as file:
+            file.write(json.dumps({"stage": self._name, **values}) + "\n")
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self._end - time.monotonic()
+
+    def wanted(self, name: str) -> bool:
+        """Whether --only leaves the program of this name in."""
+        return not self.args.only or any(word in name for word in self.args.only)
+
+    def attempt(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args). If it fails or time is up: None, and a row that says why."""
+        try:
+            if self.left >= _LEAST:
+                return function(*args)
+            self.skip(what)
+        except TimeoutError:  # compiling takes longer than the time that is left
+            self.skip(what)
+        except Exception as error:  # one kernel's: the others are still worth their time
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            text = f"{type(error).__name__}: {first}"[:300]
+            self.record(failed=what, why=text)
+            print(f"failed: {what}: {text}", flush=True)
+        return None
+
+    def skip(self, what: str) -> None:
+        """Says that there is no time for `what`."""
+        self.record(skipped=what)
+        print(f"skipped: {what}, {max(self.left, 0):.0f} s left", flush=True)
+
+    def compiled(
+        self, programs: dict[str, Program], donate: tuple[int, ...] = ()
+    ) -> Iterator[tuple[str, Any]]:
+        """Names and compiled programs, in order, as they are ready. Several compile at a time."""
+
+        def build(f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+            return jax.jit(f, donate_argnums=donate).lower(*args).compile()
+
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        futures = {name: pool.submit(build, *program) for name, program in programs.items()}
+        try:
+            for name, future in futures.items():
+                left = max(self.left, 0.0)
+                program = self.attempt(f"{name} (compiling)", future.result, left)
+                if program is not None:
+                    yield name, program
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def compiled_apart(
+        self, programs: dict[str, Program], donate: tuple[int, ...] = ()
+    ) -> Iterator[tuple[str, Any]]:
+        """The same, but nothing compiles meanwhile, because dispatching calls needs the cores."""
+        left = iter(programs.items())
+        while some := dict(itertools.islice(left, os.cpu_count())):
+            yield from list(self.compiled(some, donate))
+
+
+class Times(NamedTuple):
+    """Times of one call, over batches of calls."""
+
+    median: float  # seconds
+    least: float
+
+
+def timed(
+    run: Callable[[], Any],
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> Times:
+    """Seconds of a call among many that are queued behind each other.
+
+    Calls run on a GPU's queue in order. So one wait after many calls times the device, and not the
+    way to it and back. If a program is shorter than its dispatch, the dispatch is timed, which a
+    training step pays, too. (A loop inside one program would have to change its input at each turn,
+    or XLA would hoist the work out. This change is a pass over memory, as long as some kernels.)
+    """
+    wait(run())  # compiles, if it was not compiled before
+    start = time.perf_counter()
+    wait(run())
+    one = time.perf_counter() - start
+    calls = min(max(math.ceil(_BATCH / one), 1), _MOST_CALLS)
+    batches = max(3, min(7, int(_MOST / (calls * one))))
+    seconds = []
+    for _ in range(batches):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = run()
+        wait(out)
+        seconds.append((time.perf_counter() - start) / calls)
+    return Times(statistics.median(seconds), min(seconds))
+
+
+@functools.lru_cache(maxsize=1)
+def donated_double(size: int) -> Callable[[], jax.Array]:
+    """A function that doubles a vector in its own buffer: 8 bytes of traffic an element."""
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    buffer = [jax.numpy.zeros(size, jax.numpy.float32)]
+
+    def run():
+        buffer[0] = double(buffer[0])
+        return buffer[0]
+
+    return run
+
+
+def device() -> Any:
+    """The device that everything runs on."""
+    return jax.devices()[0]
+
+
+def memory() -> dict[str, int]:
+    """The device's numbers about its memory. A CPU has none."""
+    return device().memory_stats() or {}
+
+
+def run_stage(args: argparse.Namespace) -> None:
+    """Runs one stage in this process."""
+    stage = Stage(args, args.stage, args.records, args.seconds)
+    found = device()
+    if (found.platform == "cpu") != (args.platform == "cpu"):
+        sys.exit(f"--platform={args.platform}, but JAX runs on {found}: install jax[cuda13]")
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    stage.record(chip=found.device_kind, platform=found.platform, **versions)
+    functions = {"repeats": repeats, "kernels": table, "steps": steps, "forms": other_forms}
+    functions |= {"device": lambda stage: None, "trace": trace}
+    functions[args.stage](stage)
+
+
+# --- kernels
 
 _BLOCK = 256
 _FORMS_SIZE = 22  # 2^22: with 2^27, loops over tiles would take most of a GPU's time
@@ -24,7 +206,7 @@ _CHUNKS = codecs.EliasFano()
 class Inputs:
     """Inputs of all kernels at one size: cubed normals, among which k entries are to be found."""
 
-    def __init__(self, size: int, density: float):
+    def __init__(self, size: int, density: float = _DENSITY):
         self.size = size
         self.k = max(1, int(density * size))
         self.blocks = -(-size // _BLOCK)
@@ -34,44 +216,40 @@ class Inputs:
         self.threshold = statistics.NormalDist().inv_cdf(1 - self.k / size / 2) ** 3
         self.key = jax.random.key(1)
 
-    def made(self, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args)."""
-        return jax.jit(function)(*args)
-
     @functools.cached_property
     def x(self) -> jax.Array:
         """float32[size]."""
-        return self.made(lambda key: jax.random.normal(key, (self.size,)) ** 3, jax.random.key(0))
+        return jax.jit(lambda key: jax.random.normal(key, (self.size,)) ** 3)(jax.random.key(0))
 
     @functools.cached_property
     def mask(self) -> jax.Array:
         """Mask of the elements of x whose magnitude reaches the threshold."""
-        return self.made(lambda x: jnp.abs(x) >= self.threshold, self.x)
+        return jax.jit(lambda x: jnp.abs(x) >= self.threshold)(self.x)
 
     @functools.cached_property
     def table(self) -> jax.Array:
         """The sketch of x."""
-        return self.made(lambda x: sketch.encode(x, self.spec), self.x)
+        return jax.jit(lambda x: sketch.encode(x, self.spec))(self.x)
 
     @functools.cached_property
     def levels(self) -> jax.Array:
         """Integers of 4 bits."""
-        return self.made(lambda x: jnp.clip(x, -7, 7).astype(jnp.int32), self.x)
+        return jax.jit(lambda x: jnp.clip(x, -7, 7).astype(jnp.int32))(self.x)
 
     @functools.cached_property
     def quantized(self) -> quantize.Quantized:
         """The values of x in 4 bits each."""
-        return self.made(lambda x: quantize.quantize(x, _QSGD, None), self.x)
+        return jax.jit(lambda x: quantize.quantize(x, _QSGD, None))(self.x)
 
     @functools.cached_property
     def chunks(self) -> SparseStream:
         """The largest entries of each chunk."""
-        return self.made(_of_chunks, self.x)
+        return jax.jit(_of_chunks)(self.x)
 
     @functools.cached_property
     def message(self) -> jax.Array:
         """The entries of `chunks`, packed."""
-        return self.made(lambda stream: _CHUNKS.encode(stream, self.size), self.chunks)
+        return jax.jit(lambda stream: _CHUNKS.encode(stream, self.size))(self.chunks)
 
 
 def _of_chunks(x: jax.Array) -> SparseStream:
@@ -192,7 +370,7 @@ def table(stage: Stage) -> None:
         stage.record(note=why)
         print(why, flush=True)
     for exponent in stage.args.sizes:
-        inputs = Inputs(2**exponent, stage.args.density)
+        inputs = Inputs(2**exponent)
         _time_all(stage, exponent, inputs, KERNELS)
         if torch is not None:
             for name, torch_run in _torch_runs(torch, inputs, stage.args.platform).items():
@@ -215,7 +393,7 @@ def other_forms(stage: Stage) -> None:
     choose_forms("default" if stage.args.platform == "gpu" else "cuda")
     sizes = stage.args.sizes
     exponent = max((size for size in sizes if size <= _FORMS_SIZE), default=min(sizes))
-    inputs = Inputs(2**exponent, stage.args.density)
+    inputs = Inputs(2**exponent)
     _time_all(stage, exponent, inputs, {name: KERNELS[name] for name in TWO_FORMS})
 
 
@@ -313,7 +491,7 @@ def _torch_timed(torch: Any, run: Callable[[], Any]) -> Times:
 
 def trace(stage: Stage) -> None:
     """Profiles the kernels that are furthest above their floors, at the largest size."""
-    inputs = Inputs(2 ** max(stage.args.sizes), stage.args.density)
+    inputs = Inputs(2 ** max(stage.args.sizes))
     programs = {name: KERNELS[name].program(inputs) for name in stage.args.slowest}
     for name, compiled in stage.compiled(programs):
         arguments = programs[name][1]
@@ -329,3 +507,221 @@ def trace(stage: Stage) -> None:
         if stage.attempt(f"trace of {name}", profile):
             stage.record(name=name, folder=folder)
             print(f"trace of {name} in {folder}", flush=True)
+
+
+# --- repetitions
+
+_REPEAT_DENSITY = 0.01
+# Programs that may differ from run to run, because one scatter adds entries of one index in any
+# order. A worker's own sketch is made so on a GPU. Nothing that each replica makes for itself is.
+DUPLICATES = "to_dense, 8 entries an index (no promise)"
+ANY_ORDER = (DUPLICATES, "sketch.encode", "mean of sketched_sgd", "mean of s2_reducer")
+
+
+def _kernels(size: int) -> dict[str, Program]:
+    i = Inputs(size, _REPEAT_DENSITY)
+    distinct = select.top_k(i.x, i.k)
+    repeated = SparseStream(jnp.tile(distinct.indices, 8), jnp.concatenate([i.x[: i.k]] * 8))
+    scattered = lambda stream: to_dense(stream, size)
+    qsgd = quantize.QSGD(4)
+    return {
+        "sketch.encode": (lambda x: sketch.encode(x, i.spec), (i.x,)),
+        "sketch.decode": (lambda t: sketch.decode(t, i.spec, size), (i.table,)),
+        "heavy_hitters": (lambda t: sketch.heavy_hitters(t, i.spec, size, i.k), (i.table,)),
+        "heavymix": (
+            lambda t, key: sketch.heavy_hitters(t, i.spec, size, i.k, rule="heavymix", key=key),
+            (i.table, i.key),
+        ),
+        "sketch.l2_norm": (sketch.l2_norm, (i.table,)),
+        "to_dense": (scattered, (distinct,)),
+        DUPLICATES: (scattered, (repeated,)),
+        "hash_extract": (lambda x: select.hash_extract(x, i.threshold, i.k), (i.x,)),
+        "slot_max": (lambda x: select.slot_max(x, i.k), (i.x,)),
+        "threshold_top_k": (lambda x: select.threshold_top_k(x, i.k), (i.x,)),
+        "fast_top_k": (lambda x: select.fast_top_k(x, i.k), (i.x,)),
+        "QSGD": (lambda x, key: quantize.quantize(x, qsgd, key), (i.x, i.key)),
+        "QSGD, back": (lambda q: quantize.dequantize(q, qsgd, size), (i.quantized,)),
+    }
+
+
+def _means(size: int) -> dict[str, Program]:
+    """Exchanges of vectors [workers, size] by system. One device simulates the workers."""
+    x = jax.random.normal(jax.random.key(2), (_WORKERS, size)) ** 3
+    programs: dict[str, Program] = {}
+    for name in at_density.NAMES:
+        reducer = at_density.reducer_at(name, _REPEAT_DENSITY, size)
+
+        def exchange(x, reducer=reducer):
+            reduced = reducer(x, reducer.init(size), axis_name="data")
+            return {"mean": reduced.mean, "residual": reduced.kept.whole(x).residual}
+
+        programs[f"mean of {name}"] = jax.vmap(exchange, axis_name="data"), (x,)
+    return programs
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32) if x.dtype == jnp.float32 else x
+
+
+@jax.jit
+def _different(a: Any, b: Any) -> Any:
+    """The number of elements whose bits differ."""
+    counts = jax.tree.map(lambda x, y: jnp.sum(_bits(x) != _bits(y)), a, b)
+    return sum(jax.tree.leaves(counts))
+
+
+def repeats(stage: Stage) -> None:
+    """Runs each program several times, and counts the elements that differ from the first run."""
+    size, times = 2**stage.args.repeat_size, stage.args.repeats
+    programs = _kernels(size) | _means(size)
+    programs = {name: program for name, program in programs.items() if stage.wanted(name)}
+    for name, compiled in stage.compiled(programs):
+        arguments = programs[name][1]
+
+        def check(compiled=compiled, arguments=arguments):
+            first = compiled(*arguments)
+            unlike = [int(_different(compiled(*arguments), first)) for _ in range(times - 1)]
+            apart = 0
+            if isinstance(first, dict):
+                mean = first["mean"]
+                apart = int(_different(mean, jnp.broadcast_to(mean[:1], mean.shape)))
+            return {"runs": sum(n > 0 for n in unlike), "most": max(unlike, default=0)} | {
+                "between_replicas": apart
+            }
+
+        found = stage.attempt(f"{name}, {times} times", check)
+        if found is not None:
+            on_cpu = stage.args.platform == "cpu" and name != DUPLICATES
+            repeatable = name not in ANY_ORDER or on_cpu
+            stage.record(name=name, size=size, times=times, repeatable=repeatable, **found)
+            unequal = found["runs"] or found["between_replicas"]
+            print(f"{name:<45} {f'DIFFERS: {found}' if unequal else 'equal'}", flush=True)
+
+
+# --- updates
+
+_LAYERS, _WIDTH = 16, 1024
+# Floats for each parameter and worker: gradient, residual and temporaries (tests/test_bytes.py).
+_FLOATS = 6.5
+
+
+def methods(params: int) -> dict[str, Any]:
+    vectors = _LAYERS * _WIDTH  # elements that travel dense
+    # Sketched-SGD sends 4 k words of table and as many of candidates for k coordinates.
+    sent = min(1.0, 8 * _DENSITY) * params + vectors
+    return {
+        "dense": jaxsparse.dense(),
+        "dragonn": jaxsparse.dragonn(_DENSITY),
+        "spardl": jaxsparse.spardl(_DENSITY),
+        "sketched_sgd": jaxsparse.sketched_sgd((params + vectors) / sent, rows=5, oversampling=4),
+        "chunked_top_k": jaxsparse.chunked_top_k(64, 4096),
+        "quantized int8": jaxsparse.quantized("int8"),
+        "top_k": jaxsparse.top_k(_DENSITY),
+        "powersgd": jaxsparse.powersgd(4),
+        "demo": jaxsparse.demo(64),
+        "ok_topk": jaxsparse.ok_topk(_DENSITY),
+    }
+
+
+def _room() -> float:
+    """Bytes of memory that may be used."""
+    limit = memory().get("bytes_limit")
+    if limit:
+        return 0.8 * limit
+    return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def fitting(params: int, workers: int) -> int:
+    """The number of parameters, halved until there is memory for all workers' vectors."""
+    while params * workers * 4 * _FLOATS > _room():
+        params //= 2
+    return params
+
+
+class Update(NamedTuple):
+    """A step that is given gradients, and functions that make its arguments."""
+
+    step: Callable[..., Any]
+    start: Callable[[], Any]
+    gradients: Callable[[jax.Array], Any]
+
+
+def update_of(tx: optax.GradientTransformation, params: int, workers: int) -> Update:
+    rows = max(1, params // _LAYERS // _WIDTH)
+    shapes: dict[str, tuple[int, ...]] = {f"kernel{i}": (rows, _WIDTH) for i in range(_LAYERS)}
+    shapes |= {f"bias{i}": (_WIDTH,) for i in range(_LAYERS)}
+    tx = optax.chain(tx, optax.sgd(0.1))
+
+    def step(state, gradient):
+        params, opt_state = state
+        own = jax.tree.map(lambda g: g[0], gradient)
+        updates, opt_state = tx.update(own, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def start():
+        params = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
+        return shard((params, tx.init(params)), workers)
+
+    def gradients(key):
+        keys = dict(zip(shapes, jax.random.split(key, len(shapes))))
+        return {
+            name: jax.random.normal(keys[name], (workers, *shape)) ** 3
+            for name, shape in shapes.items()
+        }
+
+    return Update(run_on_workers(step, workers), jax.jit(start), jax.jit(gradients))
+
+
+def steps(stage: Stage) -> None:
+    """Measures the time and memory of an update by each method."""
+    workers = _WORKERS
+    params = fitting(stage.args.params, workers)
+    if params < stage.args.params:
+        note = f"{stage.args.params} parameters do not fit for {workers} workers: {params} it is"
+        stage.record(note=note)
+        print(note, flush=True)
+    made = {
+        name: update_of(tx, params, workers)
+        for name, tx in methods(params).items()
+        if stage.wanted(name)
+    }
+    programs: dict[str, Program] = {}
+    for name, update in made.items():
+        shapes = stage.attempt(f"the state of {name}", jax.eval_shape, update.start)
+        if shapes is not None:
+            gradients = jax.eval_shape(update.gradients, jax.random.key(0))
+            programs[name] = (update.step, (shapes, gradients))
+    for name, compiled in stage.compiled_apart(programs, donate=(0,)):
+
+        def measure(compiled=compiled, update=made[name]):
+            before = memory().get("peak_bytes_in_use", 0)
+            state, gradient = [update.start()], update.gradients(jax.random.key(0))
+
+            def run():
+                state[0] = compiled(state[0], gradient)
+                return state[0]
+
+            return timed(run), before, memory().get("peak_bytes_in_use", 0)
+
+        found = stage.attempt(f"an update of {name}", measure)
+        if found is None:
+            continue
+        times, before, peak = found
+        planned = compiled.memory_analysis()
+        total = (
+            planned.argument_size_in_bytes
+            + planned.output_size_in_bytes
+            - planned.alias_size_in_bytes
+            + planned.temp_size_in_bytes
+        )
+        stage.record(
+            name=name,
+            params=params,
+            workers=workers,
+            ms=1e3 * times.median,
+            min_ms=1e3 * times.least,
+            planned_bytes=total,
+            # The device tells the largest peak so far, which is this method's if it is a new one.
+            peak_bytes=peak if peak > before else None,
+        )
+        print(f"{name:<14} {1e3 * times.median:>10.2f} ms, {total / 2**30:.2f} GiB", flush=True)

@@ -29,10 +29,10 @@ os.environ["XLA_FLAGS"] = (
 import argparse
 import functools
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import gpu_target
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +42,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from timing import interleaved, save, where
 
 import jaxsparse
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.traffic import hlo
 
 COLLECTIVES = {
@@ -64,10 +65,57 @@ METHODS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "in order": {},
-    "delay": {"delay": 1},
+MODES: dict[str, dict[str, Any]] = {"in order": {}, "delay": {"delay": 1}}
+
+# NVIDIA's data sheet of the H200 SXM, and the limits of compute capability 9.0.
+_H200 = """
+gpu_device_info {
+  name: "NVIDIA H200"
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000
+  device_memory_size: 151397597184
+  l2_cache_size: 52428800
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
 }
+platform_name: "CUDA"
+runtime_version { major: 12 minor: 8 }
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def h200(count: int = 1) -> list[Any]:
+    """Devices of one host, for which programs can be compiled, and nothing else.
+
+    Call it before JAX looks for devices. If there are GPUs, it asks none. It ends the program if
+    JAX's plugin for CUDA is not installed.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    # Variants of a kernel can't be tried to find the fastest.
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+    try:
+        described = topologies.get_topology_desc(
+            platform="cuda", target_config=_H200, topology=f"1x1x{count}"
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        sys.exit(f'{error}: pip install "jax[cuda12]", of the same version as jax')
+    return list(described.devices)
 
 
 class Row(NamedTuple):
@@ -184,7 +232,7 @@ def make_step(args: argparse.Namespace, mode: str, mesh: Mesh) -> tuple[Any, Any
         new = optax.apply_updates(params, updates), opt_state
         return new, jax.lax.pmean(value, "data")
 
-    run = jaxsparse.data_parallel(step, mesh, donate_argnums=0)
+    run = run_on_workers(step, mesh, donate_argnums=0)
     workers = mesh.shape["data"]
 
     def start() -> Any:
@@ -225,7 +273,7 @@ def main() -> None:
         devices: Any
         kind, _, count = args.topology.partition(":")
         if kind == "h200" and count.isdecimal():
-            devices = gpu_target.h200(int(count))
+            devices = h200(int(count))
         else:
             devices = topologies.get_topology_desc(args.topology, platform="tpu").devices
         found = {"jax": jax.__version__, "topology": args.topology, "kind": devices[0].device_kind}

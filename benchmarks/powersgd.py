@@ -112,7 +112,7 @@ def jax_rows(args: argparse.Namespace) -> dict[str, Row]:
     from jax.sharding import NamedSharding, PartitionSpec
 
     import jaxsparse
-    from jaxsparse import data_parallel, shard
+    from jaxsparse import run_on_workers, shard
 
     mesh = jax.make_mesh((PROCESSES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("data"))
@@ -121,7 +121,7 @@ def jax_rows(args: argparse.Namespace) -> dict[str, Row]:
     def row(tx: Any, words: float) -> Row:
         params = [jnp.zeros((n, m)) for _ in range(args.layers)]
         step = lambda state, g: tx.update(jax.tree.map(lambda x: x[0], g), state)
-        compiled = data_parallel(step, mesh, donate_argnums=0)
+        compiled = run_on_workers(step, mesh, donate_argnums=0)
         held = [shard(tx.init(params), mesh)]
 
         def run(gradients: Any) -> Any:

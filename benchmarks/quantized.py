@@ -25,6 +25,7 @@ import optax
 
 import jaxsparse
 from jaxsparse import error_feedback
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.quantize import QSGD, Format
 from jaxsparse.reducers.base import Conservation, Kept, Reducer, Sums, settle
 from jaxsparse.systems import SYSTEMS, Quantized
@@ -93,7 +94,7 @@ def received_words(tx: optax.GradientTransformation, hidden: int) -> int:
     params = spardl.init(0, hidden)
     state = jaxsparse.shard((params, tx.init(params)), WORKERS)
     moved = jaxsparse.traffic.wire_bytes(
-        jaxsparse.data_parallel(step, mesh), state, jnp.ones(WORKERS)
+        run_on_workers(step, mesh), state, jnp.ones(WORKERS)
     ).received
     uncompressed = jaxsparse.layout.plan(params).dense_size + 1  # 1: the flag that all are finite
     return round(moved / 4 - 2 * (WORKERS - 1) / WORKERS * uncompressed)

@@ -37,6 +37,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse
 from jaxsparse.arrays import blocks
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.systems import Dense, OmniReduce, RandomK, SparseAllGather
 from jaxsparse.systems.s2_reducer import S2
@@ -78,7 +79,7 @@ def train(tx: Any, args: argparse.Namespace) -> tuple[float, Outcome]:
         updates = jax.tree.map(lambda update: rate * update, updates)
         return (optax.apply_updates(params, updates), opt_state, rate), None
 
-    simulated = jaxsparse.data_parallel(step, args.workers)
+    simulated = run_on_workers(step, args.workers)
 
     @jax.jit
     def run(state: Any, steps: Any) -> tuple[jax.Array, jax.Array]:

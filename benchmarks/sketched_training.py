@@ -5,7 +5,7 @@ r"""Sketched-SGD's headline in small: does a sketch train as well as true top-k,
     python benchmarks/sketched_training.py --json FILE --workers 1 4 64 256 --windows 256 \
         --width 32 --steps 50 --first 0.2 --only "sketched 10x" "local top-k 10x"
 
-A causal convolutional net reads words of Python's own library (as examples/local_updates has it),
+A causal convolutional net reads words of Python's own library (as transformer.py has it),
 which are the 2,047 most frequent ones and one for all others. It has a million parameters, most of
 them in its first and last matrix, as in models of large vocabularies. SGD has momentum 0.9, inside
 the exchange. Losses are in nats a word, on files that are held out.
@@ -25,11 +25,9 @@ first number of workers, and what a worker receives, as a share of what it does 
 import argparse
 import collections
 import functools
-import importlib
 import itertools
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,13 +39,11 @@ import numpy as np
 import optax
 import rates
 import timing
+import transformer as texts
 
 import jaxsparse
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.systems import SketchedSGD
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "local_updates"))
-texts: Any = importlib.import_module("model")
 
 VOCABULARY, LAYERS, LENGTH, MOMENTUM = 2048, 4, 16, 0.9
 WORD = re.compile(rb"[A-Za-z]+|[0-9]|\n *|[^A-Za-z0-9\n]")
@@ -235,11 +231,14 @@ class File:
         return self.runs[-1]
 
 
-def run(compiled: Callable[[Any, Any], Found], rate: float, seed: int) -> dict[str, Any]:
+def run(
+    compiled: Callable[[Any, Any], Found], rate: float, seed: int, keeps_losses: bool = True
+) -> dict[str, Any]:
     began = time.process_time()
     found = jax.block_until_ready(compiled(jnp.int32(seed), jnp.float32(rate)))
+    losses = [float(part.mean()) for part in np.array_split(found.losses, 50)]
     return {
-        "losses": [float(part.mean()) for part in np.array_split(found.losses, 50)],
+        **({"losses": losses} if keeps_losses else {}),
         "updated": float(found.updated.mean()),
         **{name: float(x) for name, x in found._asdict().items() if x is not None and x.ndim == 0},
         "cpu_seconds": round(time.process_time() - began, 1),
@@ -252,7 +251,7 @@ def tuned(name: str, row: Row, args: argparse.Namespace, data: Any, file: File) 
 
     def at(rate: float, seed: int) -> dict[str, Any]:
         wanted = {"row": name, "workers": row.workers, "rate": rate, "seed": seed, **sizes(args)}
-        return file.found(wanted, lambda: run(compiled, rate, seed))
+        return file.found(wanted, lambda: run(compiled, rate, seed, keeps_losses=False))
 
     best = rates.tuned(lambda rate: at(rate, args.seeds[0])["held_out"], args.first)
     return [at(best, seed) for seed in args.seeds]

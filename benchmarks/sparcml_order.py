@@ -3,15 +3,14 @@
     python benchmarks/sparcml_order.py
     python benchmarks/sparcml_order.py --latency 1.5e-6 --bandwidth 1e10  # near the paper's Aries
     python benchmarks/sparcml_order.py --figure benchmarks/figures/sparcml_order.png
-    python benchmarks/sparcml_order.py --measured times.json
+    python benchmarks/sparcml_order.py --measured benchmarks/cluster/sparcml.json
 
 Times are those of the alpha-beta model, without sums and selections: rounds times latency, plus
 received words over bandwidth. "published" has the paper's rounds, and the words that its algorithms
 send if each worker's k indices are drawn uniformly, as in its experiments. There messages are as
 long as their contents. "library" has the words that this library's messages have room for, which is
-fixed when a program is compiled. Measured times, if given, are rows {"algorithm", "workers",
-"density", "size", "seconds"} in a JSON list, or in the "results" of an object. Beside them stands
-what `algorithm="auto"` takes on this link, and its time over that of the fastest exact sum.
+fixed when a program is compiled. Measured times, if given, are those of cluster/run.py. Beside them
+stands what `algorithm="auto"` takes on this link, and its time over that of the fastest exact sum.
 """
 
 import argparse
@@ -303,12 +302,17 @@ def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Prints measured times beside the model's, and whether their orders agree."""
-    content = json.loads(args.measured.read_text())
-    rows = content if isinstance(content, list) else content["results"]
     groups: dict[tuple[float, int, int], dict[str, float]] = {}
-    for row in rows:
-        key = float(row["density"]), int(row["workers"]), int(row["size"])
-        groups.setdefault(key, {})[row["algorithm"]] = float(row["seconds"])
+    every: dict[tuple[int, int], float] = {}  # what dense takes at all densities
+    for row in json.loads(args.measured.read_text())["rows"]:
+        name, density, *where = (row[key] for key in ("system", "density", "hosts", "params"))
+        if name == "dense":
+            every[where[0], where[1]] = row["seconds"]
+        elif name.startswith("sparcml:"):
+            group = groups.setdefault((density, *where), {})
+            group[name.removeprefix("sparcml:")] = row["seconds"]
+    for key, group in groups.items():
+        group["dense"] = every[key[1:]]
     print(f"\n{'measured':<24} {'density':>8} {'W':>5} {'ms':>9} {'model':>9} {'ratio':>6}")
     results, agree, pairs = [], 0, 0
     for (density, workers, size), seconds in sorted(groups.items()):
@@ -317,8 +321,6 @@ def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
         traffic = library(k, at, workers)
         for bits in get_args(Bits):  # of the dense sum, as benchmarks/cluster names them
             traffic[f"dsar_split_allgather:{bits}"] = in_bits(k, size, workers, bits)
-        if unknown := seconds.keys() - traffic.keys():
-            raise SystemExit(f"{args.measured}: algorithm {unknown} is none of {list(traffic)}")
         for name, measured in sorted(seconds.items(), key=lambda item: item[1]):
             model = traffic[name].seconds(link)
             print(

@@ -43,6 +43,7 @@ from jaxsparse.arrays.stream import to_dense
 from jaxsparse.collectives import spardl as collectives
 from jaxsparse.collectives.spardl import spar_reduce_scatter
 from jaxsparse.comm.wire import Group
+from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Kept, Sums, settle
 from jaxsparse.select.selection import SELECTORS
 from jaxsparse.systems import SparDL
@@ -129,7 +130,7 @@ def train(
         params = init(seed, args.hidden)
         return jaxsparse.shard((params, tx.init(params), jnp.float32(rate)), workers)
 
-    simulated = jaxsparse.data_parallel(step, workers)
+    simulated = run_on_workers(step, workers)
 
     @jax.jit
     def run(state: Any, steps: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -141,7 +142,7 @@ def train(
     # One device sends nothing. The words are read from a program that is compiled for as many
     # devices and never run.
     mesh = jax.make_mesh((workers,), ("data",), devices=jax.devices("cpu")[:workers])
-    on_mesh = jaxsparse.data_parallel(step, mesh)
+    on_mesh = run_on_workers(step, mesh)
     one = jax.tree.map(lambda x: x[0], batches(args, 0, workers))
     jax.config.update("jax_disable_most_optimizations", True)  # compiles sooner, to the same bytes
     sent = jaxsparse.traffic.wire_bytes(on_mesh, create(0, args.lr), one)

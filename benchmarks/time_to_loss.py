@@ -18,14 +18,13 @@ A loss of 1.4 took 35 to 65 minutes on two cores for a rate. Steps of both optim
 """
 
 import argparse
-import importlib
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from curves import Curve, Run, over_measured, table, times
 from frontier import SIZES, Trainer
 from rates import tuned
 from recipes import EXCHANGES, Recipe
@@ -34,11 +33,8 @@ from rich.console import Console
 from jaxsparse.traffic import traced_bytes
 
 FOLDER = Path(__file__).parent
-EXAMPLE = FOLDER.parent / "examples" / "local_updates"
-sys.path.insert(0, str(EXAMPLE))
-results: Any = importlib.import_module("results")
-
 FILE = FOLDER / "time_to_loss.jsonl"
+MEASURED = FOLDER / "results/local_updates/exchanges_10.9m.json"
 
 
 def lines() -> list[dict[str, Any]]:
@@ -102,7 +98,7 @@ def reached(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[s
             steps, losses = np.array(line["steps"]), np.array(line["held_out"])
             by_rate = curves.setdefault(line["recipe"], {})
             by_seed = by_rate.setdefault(line["rate"], {})
-            by_seed[line["seed"]] = results.Curve(steps, np.zeros(len(steps)), losses)
+            by_seed[line["seed"]] = Curve(steps, np.zeros(len(steps)), losses)
     runs, exchanges, size = {}, {}, SIZES[args.size]
     for name, by_rate in curves.items():
         firsts = {rate: next(iter(by_seed.values())) for rate, by_seed in by_rate.items()}
@@ -118,7 +114,7 @@ def reached(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[s
         exchange = EXCHANGES[recipe.exchange]
         moved = traced_bytes(exchange.transformation(), size.shapes, size.workers)
         sent, received = (x / recipe.every for x in (moved.payload, moved.received))
-        runs[name] = results.Run(by_rate[rate], f"{rate:g}", {}, sent, received)
+        runs[name] = Run(by_rate[rate], f"{rate:g}", {}, sent, received)
         format_ = exchange.settings.get("format")
         system = exchange.system if format_ is None else f"{exchange.system}:{format_}"
         exchanges[name] = system, recipe.every
@@ -137,15 +133,15 @@ def show(args: argparse.Namespace) -> None:
     for name, run in runs.items():
         fewer = dense.payload / run.payload, dense.received / run.received
         console.print("{}: {:.0f} times fewer bytes sent, {:.0f} received".format(name, *fewer))
-    console.print(results.table(runs, size.workers))
-    for optimizer, times in (("adamw", 1.0), ("muon", args.muon)):
+    console.print(table(runs, size.workers))
+    for optimizer, longer in (("adamw", 1.0), ("muon", args.muon)):
         some = {name: run for name, run in runs.items() if name.startswith(optimizer)}
-        seconds = times * args.step_seconds
-        measured = results.over_measured(some, exchanges, args.measured, seconds)
+        seconds = longer * args.step_seconds
+        measured = over_measured(some, exchanges, args.measured, seconds)
         for rate, timed in measured.items():
             if timed:
                 console.print(f"\nExchanges as measured at {rate}, {seconds:g} s a step:")
-                console.print(results.times(timed, [args.until]))
+                console.print(times(timed, [args.until]))
 
 
 def time_steps(args: argparse.Namespace) -> None:
@@ -170,7 +166,7 @@ def main() -> None:
     add("--seeds", type=int, nargs="+", default=[0])
     add("--eval-every", type=int, default=20, help="steps")
     add("--show", action="store_true", help="print the table of runs that reached the loss")
-    add("--measured", type=Path, default=EXAMPLE / "exchanges_10.9m.json")
+    add("--measured", type=Path, default=MEASURED)
     add("--step-seconds", type=float, default=0.1, help="of AdamW")
     add("--muon", type=float, default=1.7, help="a step of Muon over one of AdamW (default: 1.7)")
     add("--time", type=int, metavar="STEPS", help="print seconds of as many steps of both")

@@ -28,8 +28,18 @@ def where() -> dict[str, str]:
     return found
 
 
-def save(content: dict[str, Any], path: str | None) -> None:
-    """Writes JSON if there is a path."""
+def save(content: dict[str, Any], path: Any) -> None:
+    """Writes JSON if there is a path: items of the lists and dicts in it have a line each."""
+
+    def text(x: Any) -> str:
+        if isinstance(x, list) and x:
+            return "[\n " + ",\n ".join(json.dumps(item, default=str) for item in x) + "\n]"
+        if isinstance(x, dict) and x:
+            items = (f"{json.dumps(key)}: {json.dumps(y, default=str)}" for key, y in x.items())
+            return "{\n " + ",\n ".join(items) + "\n}"
+        return json.dumps(x, default=str)
+
     if path:
+        parts = (f"{json.dumps(key)}: {text(x)}" for key, x in content.items())
         with open(path, "w") as file:
-            json.dump(content, file, indent=1)
+            file.write("{" + ",\n".join(parts) + "}\n")

@@ -33,16 +33,9 @@ import rates
 import timing
 
 import jaxsparse
-from jaxsparse import (
-    LocalSteps,
-    codecs,
-    data_parallel,
-    outer,
-    per_worker,
-    shard,
-    systems,
-)
+from jaxsparse import LocalSteps, codecs, outer, per_worker, shard, systems
 from jaxsparse.arrays.printing import aligned
+from jaxsparse.outer.parallel import run_on_workers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 digits: Any = importlib.import_module("digits")
@@ -290,7 +283,7 @@ def train(
             state, _ = local(state, draw(), t)
         params = local.finish(state, args.steps).params
     else:
-        run = data_parallel(lambda s, b: step(s, b)[0], args.workers, donate_argnums=0)
+        run = run_on_workers(lambda s, b: step(s, b)[0], args.workers, donate_argnums=0)
         state = shard(state, args.workers)
         for _ in range(args.steps):
             state = run(state, draw())

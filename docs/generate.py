@@ -53,10 +53,7 @@ COPIES = {
     "results": "benchmarks/README.md",
     "planning": "benchmarks/planning.md",
     "cluster": "benchmarks/cluster/README.md",
-    "local_updates": "examples/local_updates/README.md",
     "islands_example": "examples/islands/README.md",
-    "language_model": "examples/language_model/README.md",
-    "sparse_linear": "examples/sparse_linear/README.md",
     "contributing": "CONTRIBUTING.md",
     "changelog": "CHANGELOG.md",
 }

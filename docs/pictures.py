@@ -24,10 +24,11 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 HERE = Path(__file__).parent
-MEASURED, BENCHMARKS = HERE.parent / "examples/local_updates", HERE.parent / "benchmarks"
-sys.path[:0] = [str(MEASURED), str(BENCHMARKS)]
+BENCHMARKS = HERE.parent / "benchmarks"
+MEASURED = BENCHMARKS / "results/local_updates"
+sys.path.insert(0, str(BENCHMARKS))
 
-import results
+from curves import load, over_measured
 from frontier import SIZES, Results
 from frontier_map import rows, undominated
 from recipes import load_ends
@@ -239,10 +240,10 @@ def loss_hours() -> None:
             Line("10 local steps,\nsparse_loco(k=512)", (0.0063, 1.08), ORANGE, ":"),
         ),
     }
-    runs = results.load([MEASURED / "results_10.9m.json"])
+    runs = load([MEASURED / "results_10.9m.json"])
     exchanges = {name: (system, every) for name, (system, every, _) in lines.items()}
     path = MEASURED / "exchanges_10.9m.json"
-    timed = results.over_measured({x: runs[x] for x in lines}, exchanges, path, 0.1)["10mbit"]
+    timed = over_measured({x: runs[x] for x in lines}, exchanges, path, 0.1)["10mbit"]
     figure, ax = plt.subplots(figsize=(5, 4))
     for name, (_, _, line) in lines.items():
         run = timed[name]
@@ -263,7 +264,7 @@ def loss_seconds() -> None:
             "10 local steps,\nsparse_loco(k=512)", (0.42, 2.5), ORANGE, ":"
         ),
     }
-    runs = results.load([MEASURED / "times_4_hosts.json"])
+    runs = load([MEASURED / "times_4_hosts.json"])
     figure, ax = plt.subplots(figsize=(5, 4))
     for name, line in lines.items():
         (curve,) = runs[name].curves.values()

@@ -1,13 +1,15 @@
 """Shared by the examples: scikit-learn's embedded digits, and devices that act as workers."""
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sklearn import datasets
 from sklearn.model_selection import train_test_split
 
@@ -113,3 +115,43 @@ def number(kind: type, low: float, below: float = math.inf) -> Callable[[str], A
 
     parse.__name__ = kind.__name__  # argparse names the type if the text is no number
     return parse
+
+
+# --- a perceptron whose kernels are sharded within a host, of the examples with FSDP
+
+Params = list[dict[str, jax.Array]]
+
+
+def init_params(hidden: int, seed: int, mesh: Mesh) -> Params:
+    """Initial parameters. Kernels are sharded along their first axis. Small biases stay whole."""
+    rng = np.random.default_rng(seed)
+    sizes = (64, hidden, hidden, 10)
+
+    def put(values: np.ndarray, *axes: str) -> jax.Array:
+        placed = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.device_put(values.astype(np.float32), placed)
+
+    return [
+        {
+            "kernel": put(rng.normal(size=(n, m)) * (2 / n) ** 0.5, "local"),
+            "bias": put(np.zeros(m)),
+        }
+        for n, m in itertools.pairwise(sizes)
+    ]
+
+
+def logits_of(params: Params, images: Any) -> jax.Array:
+    """Scores of the ten digits: float[n, 64] to float[n, 10]."""
+    for each in params[:-1]:
+        images = jax.nn.relu(images @ each["kernel"] + each["bias"])
+    return images @ params[-1]["kernel"] + params[-1]["bias"]
+
+
+def loss_of(params: Params, batch: Digits) -> jax.Array:
+    logits = logits_of(params, batch.images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+
+def bytes_held(tree: Any) -> int:
+    """Bytes of `tree` on one device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))

@@ -16,22 +16,18 @@ The model reads the bytes of Python's own reference manual, so nothing is downlo
 
 import argparse
 import functools
-import os
-import time
 from collections.abc import Iterator
 from pydoc_data import topics
-from typing import Any, NamedTuple
+from typing import Any
 
+import digits
 import jax
 import numpy as np
 import optax
 from digits import number, shared_batch
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from rich import box
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import track
 
 import jaxsparse
 
@@ -105,15 +101,8 @@ def loss_of(model: Transformer, windows: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(scores, windows[:, 1:]).mean()
 
 
-class Run(NamedTuple):
-    loss: float  # nats a byte, mean over the last tenth of the steps
-    across: float  # bytes that a device receives in one step by collectives that cross hosts
-    inside: float  # bytes that it receives in one step by all others
-    seconds: float  # median time of a step
-
-
-def train(method: str, args: argparse.Namespace, mesh: Mesh, progress: Progress) -> Run:
-    """Trains a model on `mesh`, which must also be the mesh of the context."""
+def train(method: str, args: argparse.Namespace, mesh: Mesh) -> str:
+    """Trains a model on `mesh`, which must also be the mesh of the context. Its row."""
     is_ours = method != "GSPMD"
     tx = optax.adam(optax.warmup_cosine_decay_schedule(0, args.lr, args.steps // 10, args.steps))
     value_and_grad: Any = jax.value_and_grad
@@ -135,22 +124,18 @@ def train(method: str, args: argparse.Namespace, mesh: Mesh, progress: Progress)
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), loss.mean()
 
-    losses, seconds, moved = [], [], None
+    losses, moved = [], None
     placed = NamedSharding(mesh, PartitionSpec(BATCH))
-    for windows in progress.track(batches(args), total=args.steps, description=method):
+    for windows in track(batches(args), method, args.steps):
         batch = jax.device_put(windows, placed)
         moved = moved or jaxsparse.wire_bytes(run, state, batch, mesh=mesh)
-        began = time.perf_counter()
         state, loss = run(state, batch)
         losses.append(float(loss))  # waits: emulated devices may deadlock on queued steps
-        seconds.append(time.perf_counter() - began)
     assert moved is not None
-    return Run(
-        float(np.mean(losses[-max(1, args.steps // 10) :])),
-        moved.across("hosts").received,
-        moved.within("hosts").received,
-        float(np.median(seconds)),
-    )
+    mean = np.mean(losses[-max(1, args.steps // 10) :])
+    across, inside = (x.received for x in (moved.across("hosts"), moved.within("hosts")))
+    held = digits.bytes_held(state)
+    return f"{method:<7} {mean:.4f} {across:>16,.0f} {inside:>16,.0f} {held:>16,}"
 
 
 def exchange_of(method: str) -> optax.GradientTransformation:
@@ -168,26 +153,6 @@ def batches(args: argparse.Namespace) -> Iterator[np.ndarray]:
         yield text[starts[:, None] + np.arange(args.length + 1)].astype(np.int32)
 
 
-def table(runs: dict[str, Run]) -> Table:
-    result = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-        caption="Bytes that a device receives in one step, as compiled.\n"
-        f"{np.prod(list(MESH.values()))} emulated devices share {os.cpu_count()} cores: s/step "
-        "says nothing about a network.",
-        caption_justify="left",
-    )
-    result.add_column("method", no_wrap=True)
-    for head in ("loss", "B across hosts", "B inside", "s/step"):
-        result.add_column(head, justify="right")
-    for name, run in runs.items():
-        numbers = f"{run.loss:.4f}", f"{run.across:,.0f}", f"{run.inside:,.0f}"
-        result.add_row(name, *numbers, f"{run.seconds:.3f}")
-    return result
-
-
 def main() -> None:
     args = flags().parse_args()
     args.windows = shared_batch(args.windows, MESH["hosts"] * MESH["fsdp"])
@@ -196,12 +161,11 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(np.prod(list(MESH.values()))))
     mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(AxisType.Auto,) * len(MESH))
-    console = Console()
     # In this context nnx places parameters as their metadata says.
-    with jax.set_mesh(mesh), Progress(console=console) as progress:
-        chosen = [name for name in METHODS if name in args.methods]
-        runs = {name: train(name, args, mesh, progress) for name in chosen}
-    console.print(table(runs))
+    with jax.set_mesh(mesh):
+        rows = [train(name, args, mesh) for name in METHODS if name in args.methods]
+    print("Loss in nats a byte; bytes that a device receives in one step, as compiled, and holds:")
+    print("method    loss     across hosts      inside them             held", *rows, sep="\n")
 
 
 def flags() -> argparse.ArgumentParser:

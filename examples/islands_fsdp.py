@@ -29,8 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from digits import number
-from fsdp import bytes_held, init_params, logits_of, loss_of
+from digits import bytes_held, init_params, logits_of, loss_of, number
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsparse

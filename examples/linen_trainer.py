@@ -91,7 +91,6 @@ def main() -> None:
 
     method: Any = {
         "dense": jaxsparse.dense,
-        "true_top_k": functools.partial(jaxsparse.true_top_k, args.k),
         "sketched_sgd": functools.partial(jaxsparse.sketched_sgd, args.compression),
     }[args.method]
     tx = optax.chain(method(momentum=0.9, workers=workers.simulated), optax.sgd(args.lr))
@@ -101,7 +100,7 @@ def main() -> None:
     try:
         state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     except ValueError as error:
-        parser.error(f"{'--k' if args.method == 'true_top_k' else '--compression'}: {error}")
+        parser.error(f"--compression: {error}")
     state = jaxsparse.shard(state, workers.where)  # places all of it; each worker has a residual
 
     def batches() -> Iterator[digits.Digits]:
@@ -158,9 +157,8 @@ def flags() -> argparse.ArgumentParser:
     )
     digits.add_worker_flags(parser)
     add = parser.add_argument
-    add("--method", choices=["dense", "true_top_k", "sketched_sgd"], default="sketched_sgd")
+    add("--method", choices=["dense", "sketched_sgd"], default="sketched_sgd")
     add("--compression", type=number(float, 1), default=10.0, help="of sketched_sgd (default: 10)")
-    add("--k", type=number(int, 1), default=2000, help="of true_top_k (default: 2000)")
     add(
         "--accumulate",
         type=number(int, 1),

@@ -11,8 +11,7 @@ workers:
 
 import argparse
 import functools
-import os
-import time
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,15 +19,24 @@ from typing import Any, NamedTuple
 import digits
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 import optax
-import report
 from digits import number
 from flax import nnx
+from matplotlib.ticker import EngFormatter, PercentFormatter
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 import jaxsparse
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+MOMENTUM, RATE, BATCH, LOCAL_STEPS, DENSITY = 0.9, 0.1, 256, 10, 0.01
 
 
 class MLP(nnx.Module):
@@ -55,19 +63,25 @@ Method = Local | Callable[..., optax.GradientTransformation]
 def methods_to_compare(args: argparse.Namespace) -> dict[str, Method]:
     """The methods by name. They share the model, the data and all other settings."""
     make = functools.partial
-    methods: dict[str, Method] = {"dense": make(jaxsparse.dense, momentum=args.momentum)}
+    methods: dict[str, Method] = {"dense": make(jaxsparse.dense, momentum=MOMENTUM)}
     if "local" in args.methods:
-        methods["local steps"] = Local(jaxsparse.outer.sparse_loco(k=64), args.local_steps)
+        methods["local steps"] = Local(jaxsparse.outer.sparse_loco(k=64), LOCAL_STEPS)
     if "spardl" in args.methods:
-        method = make(jaxsparse.spardl, args.density, momentum=args.momentum)
-        methods[f"SparDL {100 * args.density:g} %"] = method
+        methods["SparDL 1 %"] = make(jaxsparse.spardl, DENSITY, momentum=MOMENTUM)
     if "sketched_sgd" in args.methods:
         for ratio in args.compression:
-            method = make(jaxsparse.sketched_sgd, ratio, momentum=args.momentum)
+            method = make(jaxsparse.sketched_sgd, ratio, momentum=MOMENTUM)
             methods[f"sketched {ratio:g}x"] = method
-    if "true_top_k" in args.methods:
-        methods["true top-k"] = make(jaxsparse.true_top_k, args.k, momentum=args.momentum)
     return methods
+
+
+class Run(NamedTuple):
+    """One method, trained once for each seed."""
+
+    steps: np.ndarray  # int[points]: steps at which the curves were measured
+    train_loss: np.ndarray  # float[seeds, points]: mean over the steps since the last point
+    test_accuracy: np.ndarray  # float[seeds, points]
+    received: float  # bytes that a device receives in a step, mean over steps
 
 
 def train(
@@ -75,7 +89,7 @@ def train(
     workers: digits.Workers,
     args: argparse.Namespace,
     advance: Callable[[], object],
-) -> report.Run:
+) -> Run:
     """Trains once for each seed, and calls `advance` after every step."""
     train_set, test_set = digits.load()
     model_graph = nnx.graphdef(MLP(args.hidden, nnx.Rngs(0)))
@@ -92,16 +106,13 @@ def train(
     received = on_mesh.received(on_mesh.start(0), next(batches(seed=0)))
 
     curves: list[list[tuple[int, float, float]]] = []
-    seconds: list[float] = []
     for seed in args.seeds:
         state = trainer.start(seed)
         curves.append([])
         losses: list[float] = []
         for i, batch in enumerate(batches(seed=seed), start=1):
-            began = time.perf_counter()
             state, loss = trainer.step(state, batch, i - 1)
             losses.append(float(loss.mean()))  # waits: emulated devices may deadlock if steps queue
-            seconds.append(time.perf_counter() - began)
             if i % args.eval_every == 0 or i == args.steps:
                 curves[-1].append(
                     (i, float(np.mean(losses)), float(test_accuracy(trainer.params(state))))
@@ -110,7 +121,7 @@ def train(
             advance()
 
     steps, train_loss, test = np.moveaxis(np.array(curves), -1, 0)
-    return report.Run(steps[0].astype(int), train_loss, test, received, float(np.median(seconds)))
+    return Run(steps[0].astype(int), train_loss, test, received)
 
 
 class Trainer(NamedTuple):
@@ -124,7 +135,7 @@ class Trainer(NamedTuple):
 
 def trainer_of(method: Method, workers: digits.Workers, args: argparse.Namespace) -> Trainer:
     # The rate does not fall to 0, because entries that wait in residuals still have to arrive.
-    schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
+    schedule = optax.cosine_decay_schedule(RATE, args.steps, alpha=0.1)
     if isinstance(method, Local):
         return with_local_steps(method, schedule, workers, args)
     return with_gradients(method, schedule, workers, args)
@@ -175,7 +186,7 @@ def with_local_steps(
     method: Local, schedule: Any, workers: digits.Workers, args: argparse.Namespace
 ) -> Trainer:
     """Workers train alone. Every `method.every` steps they exchange how far their models moved."""
-    tx = optax.sgd(schedule, momentum=args.momentum)
+    tx = optax.sgd(schedule, momentum=MOMENTUM)
     graph = nnx.graphdef(create(tx, args.hidden, seed=0))
 
     def step(state: Any, batch: digits.Digits) -> tuple[Any, jax.Array]:
@@ -205,18 +216,17 @@ def main() -> None:
     args = parser.parse_args()
     workers = digits.find_workers(args, parser)
     count = workers.mesh.size
-    args.batch_size = digits.shared_batch(args.batch_size, count)
+    args.batch_size = digits.shared_batch(BATCH, count)
     params = nnx.state(nnx.eval_shape(lambda: MLP(args.hidden, nnx.Rngs(0))), nnx.Param)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    args.k = args.k or size // 40
 
     methods = methods_to_compare(args)
-    for name, method in methods.items():
+    for method in methods.values():
         try:
             tx = method.outer if isinstance(method, Local) else method(workers=count)
             jax.eval_shape(tx.init, params)
         except ValueError as error:
-            parser.error(f"{'--k' if name == 'true top-k' else '--compression'}: {error}")
+            parser.error(f"--compression: {error}")
 
     title = (
         f"{size:,} parameters, {count} {'simulated ' if args.simulate else ''}workers, "
@@ -231,26 +241,92 @@ def main() -> None:
             advance = functools.partial(progress.advance, task)
             runs[name] = train(method, workers, args, advance)
 
-    console.print(report.table(runs, caption(args, count)))
-    report.save_figure(runs, title, args.output)
+    console.print(table(runs))
+    save_figure(runs, title, args.output)
     if args.json:
-        report.save_json(runs, vars(args), args.json)
+        save_json(runs, vars(args), args.json)
     console.print(f"The curves are in {args.output}", highlight=False, soft_wrap=True)
-    console.print(report.summary(runs), highlight=False, soft_wrap=True)
+    console.print(summary(runs), highlight=False, soft_wrap=True)
 
 
-def caption(args: argparse.Namespace, workers: int) -> str:
-    lines = ["Payload: what a worker hands to collectives, mean over steps, as compiled."]
-    if args.simulate:
-        lines.append("One device plays all workers: s/step says nothing about a network.")
-    elif args.platform == "cpu":
-        lines.append(
-            f"{workers} emulated devices share {os.cpu_count()} cores: s/step says nothing about a "
-            "network."
+# --- what is told
+
+
+def compression(runs: dict[str, Run], name: str) -> float:
+    return runs["dense"].received / runs[name].received
+
+
+def table(runs: dict[str, Run]) -> Table:
+    caption = "Received: by a device in a step, from the others, mean over steps, as compiled."
+    style: Any = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
+    result = Table(**style, collapse_padding=True, caption=caption, caption_justify="left")
+    result.add_column("method", no_wrap=True)
+    for head in ("train loss", "test accuracy", "received B", "compression"):
+        result.add_column(head, justify="right")
+
+    def shown(values: np.ndarray, form: str) -> str:
+        spread = f" ± {values.std(ddof=1):{form}}" if len(values) > 1 else ""
+        return format(values.mean(), form) + spread
+
+    for name, run in runs.items():
+        result.add_row(
+            name,
+            shown(run.train_loss[:, -1], ".4f"),
+            shown(100 * run.test_accuracy[:, -1], ".2f") + " %",
+            f"{run.received:,.0f}",
+            f"{compression(runs, name):.2f}x",
         )
-    if len(args.seeds) > 1:
-        lines.append(f"±: standard deviation over {len(args.seeds)} seeds.")
-    return "\n".join(lines)
+    return result
+
+
+def summary(runs: dict[str, Run]) -> str:
+    """Each method's accuracy and bytes beside those of dense, in words."""
+    accuracy = lambda name: f"{100 * runs[name].test_accuracy[:, -1].mean():.1f} %"
+    return "; ".join(
+        f"{name}: {accuracy(name)} vs dense {accuracy('dense')}, "
+        f"{compression(runs, name):.2f}x fewer bytes"
+        for name in runs
+        if name != "dense"
+    )
+
+
+def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> None:
+    methods = {
+        name: {
+            "train_loss": run.train_loss[:, -1].tolist(),
+            "test_accuracy": run.test_accuracy[:, -1].tolist(),
+            "received_bytes": run.received,
+            "compression": compression(runs, name),
+        }
+        for name, run in runs.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"settings": settings, "methods": methods}, indent=1, default=str))
+
+
+def save_figure(runs: dict[str, Run], title: str, path: Path) -> None:
+    figure, axes = plt.subplots(
+        2, 2, figsize=(10, 7), sharex="col", sharey="row", layout="constrained"
+    )
+    figure.suptitle(title)
+    (accuracy_by_step, accuracy_by_bytes), (loss_by_step, loss_by_bytes) = axes
+    for name, run in runs.items():
+        for axis, x in ((0, run.steps), (1, run.steps * run.received)):
+            for axes_row, y in ((0, run.test_accuracy), (1, run.train_loss)):
+                ax = axes[axes_row, axis]
+                (line,) = ax.plot(x, y.mean(axis=0), label=name)
+                ax.fill_between(x, y.min(axis=0), y.max(axis=0), alpha=0.2, color=line.get_color())
+    accuracy_by_step.set_ylabel("test accuracy")
+    accuracy_by_step.yaxis.set_major_formatter(PercentFormatter(1))
+    accuracy_by_bytes.legend(loc="lower right")
+    loss_by_step.set(xlabel="steps", ylabel="train loss", yscale="log")
+    loss_by_bytes.set(xlabel="bytes that each device has received so far", xscale="log")
+    loss_by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
+    for ax in axes.flat:
+        ax.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def flags() -> argparse.ArgumentParser:
@@ -258,17 +334,8 @@ def flags() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     digits.add_worker_flags(parser)
-
-    group = parser.add_argument_group("methods")
-    add = group.add_argument
-    add(
-        "--methods",
-        nargs="*",
-        choices=["local", "spardl", "sketched_sgd", "true_top_k"],
-        default=["local", "spardl", "sketched_sgd"],
-        help="what to compare with dense (default: all but true_top_k, which saves no bytes: it is "
-        "what a sketch approximates)",
-    )
+    add, every = parser.add_argument, ["local", "spardl", "sketched_sgd"]
+    add("--methods", nargs="*", choices=every, default=every, help="beside dense (default: all)")
     add(
         "--compression",
         nargs="+",
@@ -277,50 +344,8 @@ def flags() -> argparse.ArgumentParser:
         metavar="RATIO",
         help="of sketched_sgd: words of the gradient over words sent (default: 10)",
     )
-    add("--density", type=number(float, 0), default=0.01, help="of spardl (default: 0.01)")
-    add(
-        "--k",
-        type=number(int, 1),
-        help="of true_top_k: coordinates updated per step (default: 1/40 of the parameters, about "
-        "what sketching 10x updates)",
-    )
-    add(
-        "--momentum",
-        type=number(float, 0, 1),
-        default=0.9,
-        help="of every method (default: 0.9)",
-    )
-
-    add(
-        "--local-steps",
-        type=number(int, 1),
-        default=10,
-        metavar="H",
-        help="that a worker makes before SparseLoCo exchanges what they moved (default: 10)",
-    )
-
-    group = parser.add_argument_group("training")
-    add = group.add_argument
     add("--steps", type=number(int, 1), default=180, help="(default: 180)")
-    add(
-        "--batch-size",
-        type=number(int, 1),
-        default=256,
-        metavar="IMAGES",
-        help="of all workers together, rounded up to what they can share equally (default: 256)",
-    )
-    add(
-        "--lr",
-        type=number(float, 0),
-        default=0.1,
-        help="first learning rate; it falls to a tenth along a cosine (default: 0.1)",
-    )
-    add(
-        "--hidden",
-        type=number(int, 32),
-        default=964,
-        help="width of the two hidden layers (default: 964, a million parameters)",
-    )
+    add("--hidden", type=number(int, 32), default=964, help="units of two layers (default: 964)")
     add(
         "--seeds",
         nargs="+",
@@ -329,24 +354,10 @@ def flags() -> argparse.ArgumentParser:
         metavar="SEED",
         help="of initial weights and batches; several are averaged (default: 0)",
     )
-
-    group = parser.add_argument_group("results")
-    add = group.add_argument
-    add(
-        "--eval-every",
-        type=number(int, 1),
-        default=20,
-        metavar="STEPS",
-        help="steps between points of the curves (default: 20)",
-    )
-    add(
-        "--output",
-        type=Path,
-        default=Path("out/quickstart.png"),
-        metavar="PNG",
-        help="the figure (default: out/quickstart.png)",
-    )
-    add("--json", type=Path, metavar="FILE", help="also write curves and table as JSON")
+    add("--eval-every", type=number(int, 1), default=20, metavar="STEPS", help="(default: 20)")
+    output = Path("out/quickstart.png")
+    add("--output", type=Path, default=output, metavar="PNG", help=f"(default: {output})")
+    add("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     return parser
 
 

@@ -22,11 +22,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
-from digits import number
-from fsdp import AXES, HOSTS, LOCAL, bytes_held, init_params, logits_of, loss_of
+from digits import bytes_held, init_params, logits_of, loss_of, number
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsparse
+
+HOSTS, LOCAL = 2, 4
+AXES = ("hosts", "local")  # the slow axis first
 
 
 def main() -> None:

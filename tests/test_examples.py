@@ -37,26 +37,21 @@ def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
         "local",
         "spardl",
         "sketched_sgd",
-        "true_top_k",
         cwd=tmp_path,
     )
-    names = ["dense", "local steps", "SparDL 1 %", "sketched 8x", "true top-k"]
+    names = ["dense", "local steps", "SparDL 1 %", "sketched 8x"]
     assert list(methods) == names
     for name, method in methods.items():
-        curves = method["curves"]
-        assert curves["steps"] == [4, 8, 12]
-        losses, accuracies = np.array(curves["train_loss"]), np.array(curves["test_accuracy"])
-        assert losses.shape == accuracies.shape == (2, 3)
-        assert not np.array_equal(losses[0], losses[1])  # the seeds differ
-        assert losses[:, -1].mean() < np.log(10)
-        assert method["test_accuracy"] == accuracies[:, -1].tolist()
+        losses, accuracies = np.array(method["train_loss"]), np.array(method["test_accuracy"])
+        assert losses[0] != losses[1]  # the seeds differ
+        assert losses.mean() < np.log(10)
         row = next(x for x in printed.splitlines() if x.startswith(name) and "±" in x)
-        assert f"{100 * accuracies[:, -1].mean():.2f} ±" in row
+        assert f"{100 * accuracies.mean():.2f} ±" in row
         assert f" {method['received_bytes']:,.0f} " in row
         assert f"{method['compression']:.2f}x" in row
     reduced = 2 * (3 - 1) / 3  # times an all-reduce of three devices brings what they hand over
     received = {name: method["received_bytes"] for name, method in methods.items()}
-    assert received["dense"] == received["true top-k"] == pytest.approx(reduced * DENSE)
+    assert received["dense"] == pytest.approx(reduced * DENSE)
     assert methods["sketched 8x"]["compression"] == pytest.approx(8, rel=0.01)
 
     # Four messages, each with a third of a worker's entries, and the uncompressed vectors.
@@ -148,27 +143,6 @@ def test_quickstart_names_the_flag_that_is_wrong_and_the_remedy(tmp_path, flags,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", few(["dense", "int4"], ["int4"]))
-def test_fsdp_holds_and_sends_shards(tmp_path, method):
-    printed = run("fsdp.py", "--method", method, "--hidden", 64, "--steps", 60, cwd=tmp_path)
-    number = lambda pattern: float(re.search(pattern, printed)[1].replace(",", ""))
-    assert number(r"train loss ([\d.]+)") < np.log(10) - 0.5
-    hosts, local = 2, 4
-    sharded, whole = 4 * (64 * 64 * 2 + 64 * 10), 4 * (64 + 64 + 10)
-    assert number(r"holds ([\d,]+) of") == sharded / local + whole
-    assert number(r"([\d,]+) of Adam's") == 2 * (sharded / local + whole) + 4  # and Adam's count
-    # Parameters are gathered once, then gradients are summed by an all-reduce on CPU.
-    inside = 3 * sharded * (local - 1) / local
-    assert number(r"([\d,]+) from its own") == pytest.approx(inside, rel=0.05)
-    between = number(r"([\d,]+) bytes a step from other hosts")
-    dense_between = (sharded / local + whole) * 2 * (hosts - 1) / hosts
-    if method == "dense":
-        assert between == pytest.approx(dense_between, abs=30)  # and some flags
-    else:
-        assert between < 0.3 * dense_between  # biases, and the last kernel's shards, go dense
-
-
-@pytest.mark.slow
 def test_two_sites_train_alone_and_go_on_from_what_was_saved(tmp_path):
     def trained(steps, folder):
         flags = ("--steps", steps, "--save", tmp_path / folder, "--every", 5, "--keep", 8)
@@ -229,10 +203,12 @@ def test_an_island_with_fsdp_comes_back_with_its_state_or_without(tmp_path):
 def test_gspmd_trains_as_jax_alone_dense_and_nearly_so_in_four_bits(tmp_path):
     size = ["--width", 64, "--layers", 1, "--length", 16, "--windows", 16]
     printed = run("gspmd.py", *size, "--steps", 10, cwd=tmp_path)
-    rows = re.findall(r"^(GSPMD|dense|int4) +([\d.]+) +([\d,]+) +([\d,]+) ", printed, re.M)
+    rows = re.findall(
+        r"^(GSPMD|dense|int4) +([\d.]+) +([\d,]+) +([\d,]+) +([\d,]+)$", printed, re.M
+    )
     assert [name for name, *_ in rows] == ["GSPMD", "dense", "int4"]
-    loss, across, inside = (
-        {name: float(values[i].replace(",", "")) for name, *values in rows} for i in range(3)
+    loss, across, inside, held = (
+        {name: float(values[i].replace(",", "")) for name, *values in rows} for i in range(4)
     )
     assert loss["GSPMD"] < np.log(256) - 0.5
     for name, rounding in (("dense", 2e-4), ("int4", 0.15)):
@@ -242,6 +218,9 @@ def test_gspmd_trains_as_jax_alone_dense_and_nearly_so_in_four_bits(tmp_path):
     matrices, small = (2 * 256 + 16 + 12 * 64) * 64, 2 * 256 + 4 * 64
     assert across["dense"] == pytest.approx(4 * (matrices / 4 + small), abs=40)  # and some flags
     assert across["int4"] < 4 * (matrices / 4 / 7 + small) + 40
+    # Parameters, two moments, and the residual of int4, whose small leaves have none.
+    assert held["GSPMD"] == pytest.approx(3 * 4 * (matrices / 4 + small), rel=0.01)
+    assert held["int4"] - held["GSPMD"] == pytest.approx(4 * matrices / 4, rel=0.05)
 
 
 @pytest.mark.slow

@@ -79,7 +79,6 @@ def test_it_ends_in_time_and_names_what_it_left_out(tmp_path):
 def test_outcomes_are_read_from_pytests_output_however_far_it_came(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import gpu
-    import gpu_tests
 
     lines = [
         "tests/test_a.py::test_one[fast_top_k exact] PASSED            [ 33%]",
@@ -89,7 +88,7 @@ def test_outcomes_are_read_from_pytests_output_however_far_it_came(monkeypatch):
         "FAILED tests/test_a.py::test_two - assert 1 == 2",
         "tests/test_a.py::test_four ",
     ]
-    found = dict(gpu_tests.outcomes(lines))
+    found = dict(gpu.outcomes(lines))
     assert found == {
         "tests/test_a.py::test_one[fast_top_k exact]": "PASSED",
         "tests/test_a.py::test_two": "FAILED",
@@ -104,71 +103,6 @@ def test_outcomes_are_read_from_pytests_output_however_far_it_came(monkeypatch):
     assert gpu.wrong(results) == [
         *("tests: ['test_two']", "repeats: b differs", "repeats: d differs"),
     ]
-
-
-HLO = """HloModule counted
-
-add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-taken (x: f32[1000], i: s32[10]) -> f32[10] {
-  %x = f32[1000]{0} parameter(0)
-  %i = s32[10]{0} parameter(1)
-  ROOT %some = f32[10]{0} gather(%x, %i), slice_sizes={1}
-}
-
-body (state: (s32[], f32[1000])) -> (s32[], f32[1000]) {
-  %state = (s32[], f32[1000]{0}) parameter(0)
-  %n = s32[] get-tuple-element(%state), index=0
-  %v = f32[1000]{0} get-tuple-element(%state), index=1
-  %w = f32[1000]{0} negate(%v)
-  ROOT %next = (s32[], f32[1000]{0}) tuple(%n, %w)
-}
-
-condition (state: (s32[], f32[1000])) -> pred[] {
-  %state = (s32[], f32[1000]{0}) parameter(0)
-  ROOT %yes = pred[] constant(true)
-}
-
-rare (z: f32[1000]) -> f32[1000] {
-  %z = f32[1000]{0} parameter(0)
-  %once = f32[1000]{0} negate(%z)
-  ROOT %twice = f32[1000]{0} negate(%once)
-}
-
-usual (z: f32[1000]) -> f32[1000] {
-  ROOT %z = f32[1000]{0} parameter(0)
-}
-
-ENTRY main (x: f32[1000], i: s32[10], p: pred[]) -> f32[10] {
-  %x = f32[1000]{0} parameter(0)
-  %i = s32[10]{0} parameter(1)
-  %p = pred[] parameter(2)
-  %zero = s32[] constant(0)
-  %start = (s32[], f32[1000]{0}) tuple(%zero, %x)
-  %loop = (s32[], f32[1000]{0}) while(%start), condition=%condition, body=%body, \
-backend_config={"known_trip_count":{"n":"5"}}
-  %y = f32[1000]{0} get-tuple-element(%loop), index=1
-  %z = f32[1000]{0} conditional(%p, %y, %y), true_computation=%rare, false_computation=%usual
-  ROOT %picked = f32[10]{0} fusion(%z, %i), kind=kLoop, calls=%taken
-}
-"""
-
-
-def test_kernels_and_bytes_are_counted_in_what_is_compiled(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import gpu_compiled
-
-    from jaxsparse.traffic import hlo
-
-    found = gpu_compiled.work(hlo.parse(HLO), "main")
-    assert found.kernels == 5 + 0 + 1
-    assert found.loops == ("5 x 1",)
-    # Each turn reads and writes the vector. Ten elements are read in sectors of 32 bytes.
-    assert found.bytes == 5 * 8000 + (10 * 32 + 40 + 40)
 
 
 @pytest.mark.slow

@@ -479,7 +479,7 @@ def test_every_method_takes_the_flags_it_is_given(modules):
     args = train.flags().parse_args(["--compression", "2"])
     for method in train.METHODS:
         args.method = method
-        jax.eval_shape(train.make_method(args, 2048).init, params)
+        jax.eval_shape(train.make_method(args).init, params)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Cells of the tables, each of which is one measurement, and the reducers that they measure."""
 
 import dataclasses
-import importlib
 import itertools
 import sys
 from collections.abc import Sequence
@@ -17,14 +16,14 @@ from jaxsparse.systems.sparcml import SparCML
 from jaxsparse.systems.spardl import SparDL
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-at_density: Any = importlib.import_module("at_density")
+import at_density
 
 # Systems that make sense on dense gradients. sketched_sgd:40 is sketched_sgd at compression 40.
 EVERY = (
     *(name for name in at_density.NAMES if name != "true_top_k"),
     "sketched_sgd:40",
 )
-# Systems of the research code in summary.PEERS, also with 4 bytes an entry.
+# Systems of the research code in results/hosts.md, also with 4 bytes an entry.
 PEERS = (
     *("dense", "spardl", "spardl_packed", "ok_topk", "ok_topk_packed", "ok_topk_packed:1.5"),
     *("top_k", "top_k_packed"),
@@ -40,14 +39,14 @@ SPARCML = (
 class Cell(NamedTuple):
     """One measurement."""
 
-    what: str  # "exchange" of one vector, or "step" of a training run
+    what: str  # "exchange", of one vector
     system: str  # one of `at_density.NAMES`, or one with settings after colons
-    params: int  # elements, or parameters of the model
+    params: int  # elements
     density: float
 
 
 def budget(cell: Cell, workers: int) -> Reducer:
-    """The reducer of a cell, or the budget that makes the reducers of a whole tree.
+    """The reducer of a cell.
 
     Programs are compiled before any rate is known, so `sparcml` without a setting runs the
     algorithm that suits a `jaxsparse.Link()`. Systems of `SPARCML` name one each.
@@ -57,51 +56,29 @@ def budget(cell: Cell, workers: int) -> Reducer:
     """
     name, *settings = cell.system.split(":")
     if name == "sketched_sgd" and settings:
-        return SketchedSGD(_number(cell, settings))
+        return SketchedSGD(float(settings[0]))
     if name in at_density.NAMES:
-        usual = at_density.budget_at(name, cell.density, cell.params)
+        usual: Any = at_density.budget_at(name, cell.density, cell.params)
+        way, bits = [*settings, ""][:2] if settings else ("", "")
         if not settings:
             return usual
         if isinstance(usual, OkTopk):
-            return dataclasses.replace(usual, capacity_factor=_number(cell, settings))
+            return dataclasses.replace(usual, capacity_factor=float(way))
         if isinstance(usual, Quantized) and name == "quantized":
-            try:
-                return dataclasses.replace(usual, quantizer=Format(":".join(settings)))  # type: ignore[arg-type]
-            except ValueError as error:
-                raise ValueError(f"system {cell.system!r}: {error}") from None
-        # The names of ways are checked by the reducers.
+            return dataclasses.replace(usual, quantizer=Format(way))  # type: ignore[arg-type]
         if isinstance(usual, SparCML):
-            way, bits = [*settings, ""][:2]
-            return SparCML(
-                usual.k,
-                usual.group_size,
-                algorithm=way,  # type: ignore[arg-type]
-                bits=int(bits) if bits else None,  # type: ignore[arg-type]
-            )
+            more: Any = {"algorithm": way, "bits": int(bits) if bits else None}
+            return SparCML(usual.k, usual.group_size, **more)
         if isinstance(usual, SparDL):
-            teams, way = [*settings, ""][:2]
-            if not teams.isdecimal() or not int(teams) or workers % int(teams):
-                raise ValueError(
-                    f"system {cell.system!r}: {teams!r} is no number of teams that divides "
-                    f"{workers} hosts"
-                )
-            return dataclasses.replace(usual, teams=int(teams), gather=way)  # type: ignore[arg-type]
+            gather: Any = bits
+            if workers % int(way):
+                raise ValueError(f"system {cell.system!r}: {way} teams do not divide {workers}")
+            return dataclasses.replace(usual, teams=int(way), gather=gather)
     raise ValueError(
         f"system {cell.system!r} is unknown: only sketched_sgd:COMPRESSION, "
         "ok_topk:CAPACITY_FACTOR, quantized:FORMAT, sparcml:ALGORITHM[:BITS] and "
         "spardl:TEAMS:GATHER have settings in their names"
     )
-
-
-def _number(cell: Cell, settings: Sequence[str]) -> float:
-    text = ":".join(settings)
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(
-            f"system {cell.system!r}: {text!r} is no number; write sketched_sgd:25 for a "
-            "compression, ok_topk:1 for a capacity_factor"
-        ) from None
 
 
 def teams(workers: int) -> tuple[str, ...]:
@@ -121,25 +98,20 @@ def is_fixed(system: str) -> bool:
 
 
 def grid(
-    what: Sequence[str],
-    systems: Sequence[str],
-    params: Sequence[int],
-    densities: Sequence[float],
-    workers: int,
+    systems: Sequence[str], params: Sequence[int], densities: Sequence[float], workers: int
 ) -> tuple[list[Cell], dict[str, str]]:
     """The possible combinations, and the reasons why the others are not possible.
 
     A system that ignores the density is measured once, at the first.
     """
     cells, refused = [], {}
-    for kind, size, density in itertools.product(what, params, densities):
-        for system in systems:
-            cell = Cell(kind, system, size, density)
-            try:
-                budget(cell, workers).split((size,))
-            except ValueError as error:
-                refused[f"{system}, {size} parameters, density {density:g}"] = str(error)
-                continue
-            if density == densities[0] or not is_fixed(system):
-                cells.append(cell)
+    for size, density, system in itertools.product(params, densities, systems):
+        cell = Cell("exchange", system, size, density)
+        try:
+            budget(cell, workers).split((size,))
+        except ValueError as error:
+            refused[f"{system}, {size} elements, density {density:g}"] = str(error)
+            continue
+        if density == densities[0] or not is_fixed(system):
+            cells.append(cell)
     return cells, refused

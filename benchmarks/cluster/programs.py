@@ -7,7 +7,6 @@ and loaded by the others, from files that later runs find again.
 import contextlib
 import functools
 import hashlib
-import importlib
 import pickle
 import sys
 import time
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from cells import Cell, budget
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
@@ -28,9 +26,8 @@ import jaxsparse
 from jaxsparse import traffic
 
 sys.path.append(str(Path(__file__).parents[1]))
-dry_run: Any = importlib.import_module("alone").dry_run
+from alone import dry_run
 
-_BATCH, _INPUTS, _CLASSES = 8, 64, 10  # batch of a worker; inputs and classes of the trained model
 _MESH_AXIS = "data"
 
 
@@ -51,18 +48,13 @@ class Loaded(NamedTuple):
 
 
 def program(cell: Cell, mesh: Mesh, *, alone: bool) -> Program:
-    """The program of a cell.
+    """Adds half of the residual to a vector that stays the same, and exchanges it.
 
     Args:
         cell: what to measure.
         mesh: mesh with one device of each process.
         alone: whether to send nothing. Each worker then receives its own messages.
     """
-    return {"exchange": _exchange, "step": _step}[cell.what](cell, mesh, alone)
-
-
-def _exchange(cell: Cell, mesh: Mesh, alone: bool) -> Program:
-    """Adds half of the residual to a vector that stays the same, and exchanges it."""
     workers, size = mesh.size, cell.params
     (reducer,) = budget(cell, workers).split((size,))
     start = reducer.init(size)
@@ -77,7 +69,7 @@ def _exchange(cell: Cell, mesh: Mesh, alone: bool) -> Program:
     def body(mean: Any, residual: Any, *rest: Any) -> Any:
         del mean  # its memory is used again
         *state, gradient = rest
-        with _sending(alone, workers):
+        with dry_run(workers) if alone else contextlib.nullcontext():
             x = gradient[0] + kept * residual[0]
             reduced = reducer(x, treedef.unflatten(state), axis_name=_MESH_AXIS)
             own = reduced.kept.whole(x)
@@ -110,74 +102,6 @@ def _gradient(size: int) -> np.ndarray:
     """This process's gradient: cubed normals, as heavy in the tails as gradients are."""
     rng = np.random.default_rng(jax.process_index())
     return rng.standard_normal(size, np.float32) ** 3
-
-
-def hidden(params: int) -> int:
-    """Width of a model of two hidden layers that has about `params` parameters.
-
-    >>> hidden(1_000_000)
-    964
-    """
-    edges = _INPUTS + _CLASSES
-    return max(1, round(((edges**2 + 4 * params) ** 0.5 - edges) / 2))
-
-
-def _step(cell: Cell, mesh: Mesh, alone: bool) -> Program:
-    """A training step of a perceptron without biases, on a few examples."""
-    width = hidden(cell.params)
-    workers = mesh.size
-    tx = optax.chain(jaxsparse.error_feedback(budget(cell, workers)), optax.sgd(1e-2))
-
-    def weights() -> list[np.ndarray]:
-        rng = np.random.default_rng(0)
-        shapes = (_INPUTS, width), (width, width), (width, _CLASSES)
-        return [rng.standard_normal(s, np.float32) / np.float32(s[0] ** 0.5) for s in shapes]
-
-    def loss(params: Any, batch: Any) -> Any:
-        images, labels = batch
-        for layer in params[:-1]:
-            images = jax.nn.relu(images @ layer)
-        logits = images @ params[-1]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-        grads = jax.grad(loss)(jaxsparse.local(params), batch)
-        with _sending(alone, workers):
-            updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    parallel = jaxsparse.data_parallel(step, mesh, check=False)
-
-    def start() -> Any:
-        params = list(map(jnp.asarray, weights()))
-        return params, tx.init(params)
-
-    batch = np.zeros((_BATCH, _INPUTS), np.float32), np.zeros(_BATCH, np.int32)
-    shapes = jax.eval_shape(start)
-    treedef: Any
-    local, treedef = jax.tree.flatten(shapes)
-    split, whole = PartitionSpec(_MESH_AXIS), PartitionSpec()
-    specs = jax.tree.leaves(jaxsparse.specs(shapes), is_leaf=lambda s: s in (split, whole))
-
-    def flat(*leaves: Any) -> Any:
-        *state, images, labels = leaves
-        return jax.tree.leaves(parallel(treedef.unflatten(state), (images, labels)))
-
-    def initial() -> list[np.ndarray]:
-        rng = np.random.default_rng(jax.process_index())
-        images = rng.standard_normal(batch[0].shape, np.float32)
-        labels = rng.integers(_CLASSES, size=_BATCH).astype(np.int32)
-        return [*map(np.asarray, jax.tree.leaves(start())), images, labels]
-
-    every = [*local, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in batch)]
-    placed = _of_all(every, [*specs, split, split], mesh)
-    function = jax.jit(flat, donate_argnums=tuple(range(len(local))), keep_unused=True)
-    return Program(function, placed[:-2], placed[-2:], initial)
-
-
-def _sending(alone: bool, workers: int) -> contextlib.AbstractContextManager[None]:
-    return dry_run(workers) if alone else contextlib.nullcontext()
 
 
 def _of_all(

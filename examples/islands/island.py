@@ -1,4 +1,4 @@
-"""One island: trains the byte-level transformer of examples/local_updates, with others or alone.
+"""One island: trains a small byte-level transformer, with others or alone.
 
     python examples/islands/island.py --store out/run --name oslo --rounds 40
 
@@ -25,8 +25,8 @@ from flax import nnx
 import jaxsparse
 from jaxsparse import islands
 
-sys.path.append(str(Path(__file__).parents[1] / "local_updates"))
-import model
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import transformer as model
 
 
 def options() -> argparse.ArgumentParser:

@@ -3,7 +3,7 @@
     python examples/islands/run.py
 
 The islands meet in a folder. After some rounds one of them gets SIGKILL, and is started again some
-seconds later. At the end all parameters are compared, and what happened is drawn.
+seconds later. At the end all parameters are compared.
 """
 
 import argparse
@@ -30,17 +30,13 @@ def main() -> None:
     add("--kill", type=int, default=6, help="round after which one is killed; 0: none")
     add("--away", type=float, default=3.0, help="seconds until it is started again")
     add("--store", help="a folder or a URL; a new folder if left out")
-    add("--figure", type=Path, help="draw the rounds into this file")
     args, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         events = Path(folder) / "events"
         store = args.store or str(Path(folder) / "store")
         flags = ["--store", store, "--rounds", str(args.rounds), "--events", str(events), *more]
-        started = time.time()
         rounds = run(args, flags, events)
     report(rounds)
-    if args.figure:
-        draw(rounds, started, args.figure)
 
 
 def start(name: str, flags: list[str]) -> subprocess.Popen[bytes]:
@@ -105,42 +101,6 @@ def report(events: list[dict[str, Any]]) -> None:
     print(f"held-out loss after round {last['round']}: {last['held_out']:.3f}")
     if unlike:
         raise SystemExit(f"parameters differ in rounds {unlike}")
-
-
-def draw(events: list[dict[str, Any]], started: float, path: Path) -> None:
-    """Who took part in which round, and the loss."""
-    import matplotlib
-
-    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
-    import matplotlib.pyplot as plt
-
-    figure, (top, bottom) = plt.subplots(
-        2, sharex=True, figsize=(7, 4.5), height_ratios=(1, 1), layout="constrained"
-    )
-    names = sorted({e["name"] for e in events}, reverse=True)
-    kinds = (("counted", "o", "C0"), ("late", "x", "C1"), ("replayed", ".", "C7"))
-    for kind, marker, color in kinds:
-        of = [e for e in events if kind_of(e) == kind]
-        top.scatter(
-            [e["time"] - started for e in of],
-            [names.index(e["name"]) for e in of],
-            marker=marker,
-            color=color,
-            label=kind,
-        )
-    top.set_yticks(range(len(names)), names)
-    top.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.25), frameon=False)
-    for name in names[::-1]:
-        of = sorted((e for e in events if e["name"] == name), key=lambda e: e["time"])
-        bottom.plot([e["time"] - started for e in of], [e["held_out"] for e in of], label=name)
-    bottom.set(xlabel="seconds", ylabel="held-out loss (nats)")
-    figure.savefig(path, transparent=True, dpi=120)
-
-
-def kind_of(event: dict[str, Any]) -> str:
-    if event["waited"] is None:
-        return "replayed"
-    return "counted" if event["counted"] else "late"
 
 
 if __name__ == "__main__":

@@ -32,29 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
 
-BY_DENSITY = (
-    "dgc",
-    "dragonn",
-    "gtopk",
-    "ms_topk",
-    "ok_topk",
-    "omni_reduce",
-    "random_k",
-    "s2_reducer",
-    "sparse_all_gather",
-    "spardl",
-    "top_k",
-)
-METHODS = (
-    "dense",
-    "sketched_sgd",
-    "true_top_k",
-    "sparcml",
-    "chunked_top_k",
-    "qsgd",
-    "sign_sgd",
-    *BY_DENSITY,
-)
+METHODS = ("dense", "spardl", "top_k", "chunked_top_k", "sketched_sgd", "qsgd")
 
 
 class MLP(nn.Module):
@@ -93,19 +71,15 @@ class Point(NamedTuple):
     accuracy: float  # on the test images
 
 
-def make_method(args: argparse.Namespace, size: int) -> optax.GradientTransformation:
+def make_method(args: argparse.Namespace) -> optax.GradientTransformation:
     """The transformation that takes the place of averaging gradients."""
     make: Callable[..., Any] = getattr(jaxsparse, args.method)
     # With local steps, the workers' own optimizer has the momentum.
     settings: dict[str, Any] = {"momentum": args.momentum} if args.local_steps == 1 else {}
-    if args.method in BY_DENSITY:
+    if args.method in ("spardl", "top_k"):
         settings["density"] = args.density
     elif args.method == "sketched_sgd":
         settings["compression"] = args.compression
-    elif args.method == "true_top_k":
-        settings["k"] = max(1, round(args.density * size))
-    elif args.method == "sparcml":
-        settings["k"] = max(1, round(args.density * 512))
     elif args.method == "chunked_top_k":
         settings["k"] = max(1, round(args.density * 4096))
     return make(**settings)
@@ -130,7 +104,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
     first = next(shares.batches(train_set, size, 1, args.seed, split))
     try:
-        method = make_method(args, parameters)
+        method = make_method(args)
         make = exchanging_gradients if args.local_steps == 1 else exchanging_displacements
         training = make(args, method, loss_of, schedule, params, first, mesh)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Losses and bytes of the methods: tables, a figure and JSON."""
+"""Curves of training runs, read from JSON, their seconds over links, and tables of both."""
 
 import itertools
 import json
@@ -6,13 +6,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import EngFormatter
 from rich import box
 from rich.table import Table
 
@@ -50,17 +44,6 @@ class Run(NamedTuple):
         return next(iter(self.curves.values())).steps
 
 
-def over_link(runs: dict[str, Run], bandwidth: float, step_seconds: float) -> dict[str, Run]:
-    """The runs, timed as if a worker received all bytes over one link, without any overlap.
-
-    Args:
-        runs: runs of any workers, simulated ones included.
-        bandwidth: bandwidth of the link in bytes a second.
-        step_seconds: seconds of computing in one step.
-    """
-    return {name: _timed(r, step_seconds + r.received / bandwidth) for name, r in runs.items()}
-
-
 def over_measured(
     runs: dict[str, Run], exchanges: dict[str, tuple[str, int]], path: Path, step_seconds: float
 ) -> dict[str, dict[str, Run]]:
@@ -96,20 +79,22 @@ def _timed(run: Run, step_seconds: float) -> Run:
     )
 
 
+def _table(heads: tuple[str, ...], caption: str) -> Table:
+    style: Any = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
+    result = Table(**style, collapse_padding=True, caption=caption, caption_justify="left")
+    result.add_column("method", no_wrap=True)
+    for head in heads:
+        result.add_column(head, justify="right", no_wrap=True)
+    return result
+
+
 def table(runs: dict[str, Run], workers: int) -> Table:
     steps = max(curve.steps[-1] for run in runs.values() for curve in run.curves.values())
-    result = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-        caption=f"Held-out loss in nats a byte after {steps} steps, {workers} workers. "
+    result = _table(
+        ("loss", "rate", "sent B", "less", "received B"),
+        f"Held-out loss in nats a byte after {steps} steps, {workers} workers. "
         "\nBytes: what a worker hands over and receives, mean over steps, as traced.",
-        caption_justify="left",
     )
-    result.add_column("method", no_wrap=True)
-    for head in ("loss", "rate", "sent B", "less", "received B"):
-        result.add_column(head, justify="right", no_wrap=True)
     dense = runs.get("dense")
     for name, run in runs.items():
         losses = run.ends
@@ -127,18 +112,11 @@ def table(runs: dict[str, Run], workers: int) -> Table:
 
 def times(runs: dict[str, Run], goals: list[float]) -> Table:
     """A table of seconds and steps to held-out losses: means over seeds, if all reach them."""
-    result = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-        caption="Seconds of training until the held-out loss is so low, and (steps); "
+    result = _table(
+        (*map(str, goals), "end"),
+        "Seconds of training until the held-out loss is so low, and (steps); "
         "the last column is of all steps.",
-        caption_justify="left",
     )
-    result.add_column("method", no_wrap=True)
-    for head in (*map(str, goals), "end"):
-        result.add_column(head, justify="right", no_wrap=True)
     for name, run in runs.items():
         cells = []
         for goal in goals:
@@ -156,26 +134,8 @@ def times(runs: dict[str, Run], goals: list[float]) -> Table:
     return result
 
 
-def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> None:
-    methods = {
-        name: {
-            "rates": run.rates,
-            "tried": run.tried,
-            "payload_bytes_a_step": run.payload,
-            "received_bytes_a_step": run.received,
-            "seeds": {
-                seed: {key: np.round(x, 5).tolist() for key, x in curve._asdict().items()}
-                for seed, curve in run.curves.items()
-            },
-        }
-        for name, run in runs.items()
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"settings": settings, "methods": methods}, default=str))
-
-
 def load(paths: list[Path]) -> dict[str, Run]:
-    """The runs that `save_json` wrote. The seeds of several files are put together."""
+    """The runs in files. The seeds of several files are put together."""
     runs: dict[str, Run] = {}
     for path in paths:
         for name, found in json.loads(path.read_text())["methods"].items():
@@ -192,31 +152,3 @@ def load(paths: list[Path]) -> dict[str, Run]:
                 found["received_bytes_a_step"],
             )
     return runs
-
-
-def save_figure(runs: dict[str, Run], path: Path, against_seconds: bool = False) -> None:
-    """Draws loss against steps and bytes, or against seconds alone."""
-    if against_seconds:
-        figure, ax = plt.subplots(figsize=(8, 5))
-        axes = {ax: lambda run: np.mean([curve.seconds for curve in run.curves.values()], axis=0)}
-        ax.set(xlabel="seconds of training", ylabel="held-out loss, nats a byte")
-    else:
-        figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
-        axes = {by_step: lambda run: run.steps, by_bytes: lambda run: run.steps * run.received}
-        by_step.set(xlabel="steps", ylabel="held-out loss, nats a byte")
-        by_bytes.set(xlabel="bytes that each worker has received", xscale="log")
-        by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
-    styles = ("-", "--", ":", "-.")
-    for i, (name, run) in enumerate(runs.items()):
-        for ax, x in axes.items():
-            mean, low, high = (f(run.held_out, axis=0) for f in (np.mean, np.min, np.max))
-            (line,) = ax.plot(x(run), mean, styles[i // 10 % 4], label=name)
-            ax.fill_between(x(run), low, high, alpha=0.2, color=line.get_color())
-    for ax in axes:
-        ax.grid(alpha=0.3)
-    [*_, last] = axes
-    last.legend(fontsize="x-small")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -15,6 +15,8 @@ BYTES = 256  # the vocabulary
 
 
 class Block(nnx.Module):
+    """Attention and a perceptron, each behind a norm."""
+
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
@@ -30,6 +32,8 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
+    """Predicts the next byte from those before it."""
+
     def __init__(self, width: int, layers: int, heads: int, length: int, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(BYTES, width, rngs=rngs)
         self.positions = nnx.Embed(length, width, rngs=rngs)
@@ -53,6 +57,8 @@ def loss_of(model: Transformer, windows: jax.Array) -> jax.Array:
 
 
 class Corpus(NamedTuple):
+    """Two texts."""
+
     train: np.ndarray  # uint8[n]
     held_out: np.ndarray  # uint8[m], of other files
 

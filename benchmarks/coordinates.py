@@ -9,19 +9,19 @@ A worker descends along each of its weights by itself, against the loss of all t
 needs the rows' scores for that, and the columns of the weights that others move, to keep these
 scores up to date. So all workers hold all rows here.
 
-    python examples/sparse_linear/coordinates.py
-    python examples/sparse_linear/coordinates.py --coordinates 400 --workers 4
+    python benchmarks/coordinates.py
+    python benchmarks/coordinates.py --workers 4
 """
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import sparse_linear as data
+from digits import number
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from scipy.sparse import csc_matrix
@@ -30,14 +30,7 @@ import jaxsparse
 from jaxsparse import codecs
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.comm import wire
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import data
-import models
-from digits import number
-
-SIZES = {"features": (2**18, 2**12), "iterations": (1500, 30)}  # full, --small
+from jaxsparse.outer.parallel import run_on_workers
 
 
 class Moved(NamedTuple):
@@ -158,10 +151,10 @@ class Run(NamedTuple):
 
 def train(dataset: data.Dataset, draws: Draws, name: str, mesh: Mesh, iterations: int) -> Run:
     """Trains from zero by the exchange of this name."""
-    labels, columns = jnp.asarray(dataset.train.labels), models.columns_of(len(dataset.classes))
+    labels, columns = jnp.asarray(dataset.train.labels), dataset.columns
 
     def step(weights: Array, scores: Array, moved: Moved) -> tuple[Array, Array, Array]:
-        loss, slope = jax.value_and_grad(models.logistic)(scores, labels)
+        loss, slope = jax.value_and_grad(data.logistic)(scores, labels)
         column = jnp.asarray(moved.indices) % columns
         rank = wire.axis_index("data")
         indices, steps, rows, places, values = (jnp.asarray(x)[rank] for x in moved)
@@ -173,7 +166,7 @@ def train(dataset: data.Dataset, draws: Draws, name: str, mesh: Mesh, iterations
         change = jnp.take_along_axis(moves, jnp.asarray(moved.places), axis=1) * moved.values
         return weights, scores.at[jnp.asarray(moved.rows), which].add(change), loss
 
-    run = jaxsparse.data_parallel(step, mesh, batch_argnums=(), donate_argnums=(0, 1), check=False)
+    run = run_on_workers(step, mesh, batch_argnums=(), donate_argnums=(0, 1))
     weights = jnp.zeros(draws.size, jnp.float32)
     scores = jnp.zeros((len(labels), columns), jnp.float32)
     state = jaxsparse.shard((weights, scores), mesh)
@@ -184,28 +177,25 @@ def train(dataset: data.Dataset, draws: Draws, name: str, mesh: Mesh, iterations
         *state, loss = run(*state, moved)
         losses.append(float(loss))  # waits: queued steps may deadlock
     trained = np.asarray(state[0])
-    guesses = models.predicted(dataset.test.features @ trained.reshape(-1, columns))
-    accuracy = float(np.mean(guesses == dataset.test.labels))
-    return Run(name, np.array(losses), accuracy, received, trained)
+    return Run(name, np.array(losses), data.accuracy_of(trained, dataset), received, trained)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = flags().parse_args(argv)
-    for name, sizes in SIZES.items():
-        if getattr(args, name) is None:
-            setattr(args, name, sizes[args.small])
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--iterations", type=number(int, 1), default=1500, help="(default: 1500)")
+    add("--workers", type=number(int, 1, 9), default=8, metavar="W", help="1 to 8 (default: 8)")
+    add("--small", action="store_true", help="three packages and fewer features: a trial")
+    args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.workers)
     mesh = jax.make_mesh((args.workers,), ("data",))
-    packages = data.SMALL_PACKAGES if args.small else data.PACKAGES
-    dataset = data.source_chunks(args.features, packages)
+    sizes = (2**12, data.SMALL_PACKAGES) if args.small else (2**18, data.PACKAGES)
+    dataset = data.source_chunks(*sizes)
     draws = Draws(
-        dataset.train,
-        models.columns_of(len(dataset.classes)),
-        workers=args.workers,
-        coordinates=args.coordinates,
-        rate=args.rate,
-        seed=args.seed,
+        dataset.train, dataset.columns, workers=args.workers, coordinates=100, rate=0.5, seed=0
     )
     rows = len(dataset.train.labels)
     print(f"{rows:,} rows, {draws.size:,} weights, {draws.coordinates} moved by each worker")
@@ -224,21 +214,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{np.abs(run.weights - first.weights).max():.0e}",
         )
         print("| " + " | ".join(cells) + " |", flush=True)
-
-
-def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--coordinates", type=number(int, 1), default=100, help="of each worker (default: 100)")
-    add("--iterations", type=number(int, 1), help="(default: 1500)")
-    add("--rate", type=number(float, 0), default=0.5, help="of 1 / curvature (default: 0.5)")
-    add("--features", type=number(int, 2**8), metavar="D", help="(default: 2^18)")
-    add("--workers", type=number(int, 1, 9), default=8, metavar="W", help="1 to 8 (default: 8)")
-    add("--seed", type=number(int, 0), default=0, help="of the draws (default: 0)")
-    add("--small", action="store_true", help="three packages, and smaller defaults: a trial")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,0 +1,320 @@
+"""Times kernels against the cheapest pass over the same vector, on any backend.
+
+    python benchmarks/kernels.py select --sizes 2^24
+    python benchmarks/kernels.py sketch
+    python benchmarks/kernels.py chunks --sizes 2^24
+    python benchmarks/kernels.py decode
+
+The floor is a jitted `x * 2` into its own buffer (donated). Into a fresh one it mostly times page
+faults on a CPU. Runs of all operations are interleaved, so that a noisy machine slows all alike.
+Compare ratios, not times. Energy is the sum of squares of the kept entries, over that of the same
+number of largest entries.
+
+`chunks` has chunked top-k with its messages of few bits ("decode" makes the entries of one message,
+"decode, dense" the dense vector), and then the relative squared errors of values in 2, 4 and 8
+bits, for several distributions. `decode` times sparse against dense decoding of all workers'
+messages (DRAGONN, section 4.3): the one adds the entries of all W messages to one dense array, the
+other makes a dense array of each and adds these up. There the least time of each counts, and the
+fit `first d + entry W m + pass W d` has the least relative squares, and no negative coefficient.
+Over several densities it tells a cost of each entry from a cost of each worker.
+"""
+
+import argparse
+import functools
+import itertools
+import re
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import timing
+
+from jaxsparse import codecs, select, sketch
+from jaxsparse.arrays.hashing import bounded, combine, keyed
+from jaxsparse.arrays.settings import entries
+from jaxsparse.arrays.stream import from_dense, to_dense
+from jaxsparse.collectives.messages import MessageFormat
+from jaxsparse.quantize import entry_values
+from jaxsparse.select.groups import count_entries
+from jaxsparse.systems.dragonn import extractor
+
+Runs = dict[str, Callable[[], Any]]
+Energies = dict[str, float]
+_SLOW = 2**24  # the largest size at which exact selections and scattered sketches run
+
+
+def selections(x: jax.Array, density: float) -> tuple[Runs, Energies]:
+    """Selections of k elements."""
+    size, k = x.size, max(1, int(density * x.size))
+    group_size, group_k = min(512, size), 4
+    magnitudes = jnp.sort(jnp.abs(x), descending=True)
+    threshold = magnitudes[k - 1]
+    mask = jnp.abs(x) >= threshold
+    by_group = group_k * (size // group_size) + min(group_k, size % group_size)
+    # What passes a threshold, extracted by counting. Beside it, DRAGONN with its own threshold.
+    counted = jax.jit(lambda x, t: from_dense(x, select.compact(jnp.abs(x) >= t, k)))
+    dragonn, seed = jax.jit(extractor("hash"), static_argnums=1), jnp.uint32(0)
+    found: dict[str, tuple[int, Callable[[], Any]]] = {  # entries, and how they are found
+        "fast_top_k": (k, lambda: select.fast_top_k(x, k)),
+        "threshold_top_k": (k, lambda: select.threshold_top_k(x, k)),
+        "sampled_top_k": (k, lambda: select.sampled_top_k(x, k)),
+        "bisection_top_k": (k, lambda: select.bisection_top_k(x, k)),
+        "group_top_k": (by_group, lambda: select.group_top_k(x, group_k, group_size)),
+        "compact(|x| >= t)": (k, lambda: counted(x, threshold)),
+        "hash_extract": (k, lambda: select.hash_extract(x, threshold, k)),
+        "with its threshold": (k, lambda: dragonn(x, k, seed)),
+        "slot_max": (k, lambda: select.slot_max(x, k)),
+    }
+    if size <= _SLOW:
+        # With so many entries 16 k > size, where fast_top_k is exact.
+        many = size // 16 + 1
+        found |= {
+            "top_k": (k, lambda: select.top_k(x, k)),
+            "top_k as group": (by_group, lambda: select.top_k(x, by_group)),
+            "fast_top_k exact": (many, lambda: select.fast_top_k(x, many)),
+        }
+    energy = {
+        name: float(jnp.sum(run().values ** 2) / jnp.sum(magnitudes[:count] ** 2))
+        for name, (count, run) in found.items()
+    }
+    runs = {name: run for name, (_, run) in found.items()}
+    return {**runs, "compact": lambda: select.compact(mask, k)}, energy
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def scatter_encode(x: jax.Array, spec: sketch.SketchSpec) -> jax.Array:
+    """The textbook's sketch, in which every element has an independent random column."""
+    index = jnp.arange(x.size, dtype=jnp.uint32)
+    rows = []
+    for row in range(spec.rows):
+        bucket = bounded(keyed(index, combine(spec.seed, row, 0)), spec.cols)
+        negative = keyed(index, combine(spec.seed, row, 1)) >> jnp.uint32(31)
+        signed = jnp.where(negative == 1, -x, x)
+        rows.append(jnp.zeros(spec.cols).at[bucket].add(signed))
+    return jnp.stack(rows)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "size", "k"))
+def exact_heavy_hitters(table: jax.Array, spec: sketch.SketchSpec, size: int, k: int) -> jax.Array:
+    """The k largest of all estimates."""
+    estimates = sketch.decode(table, spec, size)
+    return estimates[jax.lax.top_k(jnp.abs(estimates), k)[1]]
+
+
+def sketches(x: jax.Array, density: float) -> tuple[Runs, Energies]:
+    """A count sketch of five rows and a 64th of the columns."""
+    size, k = x.size, max(1, int(density * x.size))
+    spec = sketch.SketchSpec(5, max(1, size // 64))
+    table = sketch.encode(x, spec)
+    fresh = jax.jit(lambda x: x * 2)
+    choose = lambda: sketch.heavy_hitters(table, spec, size, k)
+    runs: Runs = {
+        "x * 2 fresh": lambda: fresh(x),
+        "encode": lambda: sketch.encode(x, spec),
+        "merge": lambda: sketch.merge(table, table),
+        "decode": lambda: sketch.decode(table, spec, size),
+        "heavy_hitters": choose,
+    }
+    if size > _SLOW:
+        return runs, {}
+    exact = lambda: exact_heavy_hitters(table, spec, size, k)
+    runs |= {"encode by scatter": lambda: scatter_encode(x, spec), "decode + top_k": exact}
+    best = jnp.sum(exact() ** 2)
+    return runs, {"heavy_hitters": float(jnp.sum(choose()[1] ** 2) / best)}
+
+
+_CHUNK_K, _CHUNK_SIZE = 64, 4096
+
+
+def chunks(x: jax.Array, density: float) -> tuple[Runs, Energies]:
+    """Chunked top-k, and its messages of values of two bits."""
+    del density
+    codec, size, count = codecs.EliasFano(), x.size, count_entries(x.size, _CHUNK_K, _CHUNK_SIZE)
+    choose = jax.jit(lambda x: select.group_top_k(x, _CHUNK_K, _CHUNK_SIZE))
+    encode = jax.jit(functools.partial(codec.encode, size=size))
+    rounded = jax.jit(functools.partial(codec.rounded, size=size))
+    decode = jax.jit(functools.partial(codec.decode, capacity=count, size=size, dtype=jnp.float32))
+    dense = jax.jit(lambda stream: to_dense(stream, size))
+    both = jax.jit(lambda words: dense(decode(words)))
+    stream = choose(x)
+    words = encode(stream)
+    return {
+        "select": lambda: choose(x),
+        "encode": lambda: encode(stream),
+        "rounded": lambda: rounded(stream),
+        "decode": lambda: decode(words),
+        "decode, dense": lambda: both(words),
+        "dense": lambda: dense(stream),
+    }, {}
+
+
+def show_errors() -> None:
+    """Relative squared errors of the values of the largest entries of each chunk."""
+    rng, size = np.random.default_rng(0), 2**20
+    leaves = np.repeat(10.0 ** rng.uniform(-4, 0, size // 2**16), 2**16)
+    data = {
+        "normal": rng.normal(size=size),
+        "Laplace": rng.laplace(size=size),
+        "Student t(3)": rng.standard_t(3, size),
+        "normal, 16 leaves of unlike scales": rng.normal(size=size) * leaves,
+    }
+    for name, x in data.items():
+        stream = select.group_top_k(jnp.asarray(x, jnp.float32), _CHUNK_K, _CHUNK_SIZE)
+        values = np.asarray(stream.values, np.float64)
+        scales = leaves[np.asarray(stream.indices)] if "leaves" in name else 1.0
+        for bits in (2, 4, 8):
+            way = entry_values(bits)
+            words = way.encode(stream.values, values.size)
+            lost = (np.asarray(way.decode(words, values.size)) - values) / scales
+            error = np.sum(lost**2) / np.sum((values / scales) ** 2)
+            print(f"{name:<36}{bits} bits{100 * error:>10.3f} %")
+
+
+KINDS = {"select": selections, "sketch": sketches, "chunks": chunks}
+
+
+def measure(kind: str, size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one size."""
+    x = jax.random.normal(jax.random.key(0), (size,))
+    if kind == "select":
+        x = x**3  # with heavy tails
+    in_place, buffer = jax.jit(lambda x: x * 2, donate_argnums=0), [jnp.zeros_like(x)]
+
+    def donated() -> jax.Array:
+        buffer[0] = in_place(buffer[0])
+        return buffer[0]
+
+    runs, energy = KINDS[kind](x, args.density)
+    seconds = timing.interleaved({"x * 2 donated": donated, **runs}, args.repeats)
+    floor = seconds["x * 2 donated"]
+    return [
+        {
+            "size": size,
+            "operation": name,
+            "median_ms": 1e3 * statistics.median(times),
+            "over_donated": statistics.median(times) / statistics.median(floor),
+            "min_over_min_donated": min(times) / min(floor),
+            "energy_share": energy.get(name),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def line(r: dict[str, Any]) -> str:
+    share = "" if r["energy_share"] is None else f"{r['energy_share']:.4f}"
+    return (
+        f"{r['size']:>9}  {r['operation']:<18}{r['median_ms']:>10.3f} {r['over_donated']:>9.2f} "
+        f"{r['min_over_min_donated']:>8.2f} {share:>7}"
+    )
+
+
+# --- decoding
+
+
+def decode_dense(parcel: MessageFormat, messages: jax.Array) -> jax.Array:
+    def add(total, message):
+        # Without the barrier XLA adds the entries to `total`, and so decodes sparsely by itself.
+        decoded = jax.lax.optimization_barrier(parcel.vector(message))
+        return total + decoded, None
+
+    return jax.lax.scan(add, jnp.zeros(parcel.size, parcel.dtype), messages)[0]
+
+
+def messages_of(workers: int, k: int, size: int) -> jax.Array:
+    """COO messages of random entries in random order."""
+    rng = np.random.default_rng(0)
+    indices = rng.integers(size, size=(workers, k)).astype(np.uint32)
+    values = rng.normal(size=(workers, k)).astype(np.float32).view(np.uint32)
+    return jnp.asarray(np.concatenate([indices, values], axis=1))
+
+
+def copies(compiled: str, size: int) -> int:
+    """Number of copies of a vector of `size` floats outside the entry computation: in a loop."""
+    computations = re.split(r"\n(?=\S)", compiled)
+    bodies = [text for text in computations if not text.startswith("ENTRY")]
+    return sum(len(re.findall(rf"= f32\[{size}\]\S* copy\(", text)) for text in bodies)
+
+
+def fit(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Non-negative coefficients of least relative squares: the best of all subsets of columns."""
+    a = columns / seconds[:, None]
+    best, error = np.zeros(a.shape[1]), np.inf
+    for count in range(1, a.shape[1] + 1):
+        for chosen in map(list, itertools.combinations(range(a.shape[1]), count)):
+            found = np.linalg.lstsq(a[:, chosen], np.ones(len(a)), rcond=None)[0]
+            squares = float(np.square(a[:, chosen] @ found - 1).sum())
+            if np.all(found >= 0) and squares < error:
+                best, error = np.zeros(a.shape[1]), squares
+                best[chosen] = found
+    return best
+
+
+def decoding(size: int, workers: list[int], repeats: int) -> list[dict[str, Any]]:
+    """Times of both decodings, and a fit of each."""
+    print(f"{'density':>8} {'W':>3} {'W m':>9} {'sparse ms':>10} {'dense ms':>9} {'ratio':>6}")
+    results, copied = list[dict[str, Any]](), 0
+    for density, count in itertools.product((0.001, 0.01), workers):
+        k = entries(density, size)
+        parcel = MessageFormat(size, k, "sum", jnp.float32, codecs.COO)
+        sparse, dense = jax.jit(parcel.merge_all), jax.jit(functools.partial(decode_dense, parcel))
+        messages = messages_of(count, k, size)
+        copied += copies(sparse.lower(messages).compile().as_text() or "", size)
+        np.testing.assert_allclose(sparse(messages), dense(messages), atol=1e-4)
+        some = {"sparse": lambda: sparse(messages), "dense": lambda: dense(messages)}  # noqa: B023
+        seconds = {name: min(x) for name, x in timing.interleaved(some, repeats).items()}
+        results.append({"size": size, "density": density, "workers": count, "k": k, **seconds})
+        print(
+            f"{density:>8} {count:>3} {count * k:>9} {1e3 * seconds['sparse']:>10.2f} "
+            f"{1e3 * seconds['dense']:>9.2f} {seconds['dense'] / seconds['sparse']:>6.2f}",
+            flush=True,
+        )
+    columns = np.array([(size, r["workers"] * r["k"], r["workers"] * size) for r in results], float)
+    for name in ("sparse", "dense"):
+        times = np.array([r[name] for r in results])
+        found = fit(columns, times)
+        off = float(np.exp(np.mean(np.abs(np.log(columns @ found / times)))))
+        first, entry, each = 1e9 * found
+        print(
+            f"{name}: {first:.3f} ns an element, {entry:.3f} an entry, {each:.4f} an element and "
+            f"worker; off by a factor of {off:.2f}"
+        )
+    print(f"copies of the dense array within sparse decoding's loops: {copied}")
+    return results
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("kind", choices=[*KINDS, "decode"])
+    add("--sizes", type=timing.size_of, nargs="+", metavar="D", help="elements, as 2^20")
+    add("--density", type=float, default=0.01, help="k / size of select and sketch (default: 0.01)")
+    add("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="of decode")
+    add("--repeats", type=int, default=9, help="timed runs of each operation (default: 9)")
+    add("--json", metavar="FILE", help="also write all results here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    where, results = timing.where(), list[dict[str, Any]]()
+    if args.kind == "decode":
+        (size,) = args.sizes or [2**22]
+        results = decoding(size, args.workers, args.repeats)
+    else:
+        print(f"{'size':>9}  {'operation':<18}{'median ms':>10}   /donated  min/min  energy")
+        for size in args.sizes or [2**e for e in range(16, 27, 2)]:
+            for row in measure(args.kind, size, args):
+                results.append(row)
+                print(line(row), flush=True)
+    if args.kind == "chunks":
+        show_errors()
+    timing.save({**where, "arguments": vars(args), "results": results}, args.json)
+
+
+if __name__ == "__main__":
+    main()
