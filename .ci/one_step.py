@@ -23,6 +23,7 @@ tx = optax.chain(jaxsparse.spardl(0.1, momentum=0.9, workers=4), optax.sgd(0.1))
 
 @jax.jit
 def step(params, opt_state, batch):
+    """What all workers do."""
     grads = jaxsparse.grad(lambda p, batch: jnp.mean(batch @ p["w"]), workers=4)(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state

@@ -112,7 +112,8 @@ def jax_rows(args: argparse.Namespace) -> dict[str, Row]:
     from jax.sharding import NamedSharding, PartitionSpec
 
     import jaxsparse
-    from jaxsparse import run_on_workers, shard
+    from jaxsparse import shard
+    from jaxsparse.outer.parallel import run_on_workers
 
     mesh = jax.make_mesh((PROCESSES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("data"))
