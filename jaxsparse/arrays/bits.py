@@ -36,12 +36,6 @@ def pack_bits(mask: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
     Neighbours are in neighbouring words, not in one word. Whole runs of elements are then shifted
     alike, which vectorises.
 
-    Args:
-        mask: bool, vectors along the last axis.
-
-    Returns:
-        uint32, with words(n) along the last axis.
-
     >>> pack_bits(jnp.array([True, False, True])).tolist()
     [5]
     """
@@ -55,9 +49,6 @@ def pack_bits(mask: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
 def unpack_bits(packed: UInt32[Array, "*batch words"], size: int) -> Bool[Array, "*batch n"]:
     """The vectors of `size` elements that `pack_bits` packed.
 
-    Raises:
-        ValueError: `packed` has not words(size) along the last axis.
-
     >>> unpack_bits(jnp.uint32([5]), 3).tolist()
     [True, False, True]
     """
@@ -67,26 +58,15 @@ def unpack_bits(packed: UInt32[Array, "*batch words"], size: int) -> Bool[Array,
 
 
 def field_words(size: int, bits: int) -> int:
-    """The number of words that hold `size` fields of `bits` bits, end to end.
-
-    >>> field_words(64, 12)
-    24
-    """
+    """The number of words that hold `size` fields of `bits` bits, end to end."""
     return words(size * bits)
 
 
 def pack_fields(fields: UInt32[Array, "*batch n"], bits: int) -> UInt32[Array, "*batch words"]:
-    """Packs integers of a few bits end to end. The first takes the lowest bits of a word.
+    """Packs integers below 2**bits end to end. The first takes the lowest bits of a word.
 
     A field may straddle two words, so that 8 fields of 12 bits take 3 words. (Two fields of 12 bits
-    are the three bytes of SparseLoCo's packing, lowest byte first.)
-
-    Args:
-        fields: uint32, each below 2**bits, along the last axis.
-        bits: bits of a field, 0 to 32.
-
-    Returns:
-        uint32, with field_words(n, bits) along the last axis. The last word is padded with zeros.
+    are the three bytes of SparseLoCo's packing, lowest byte first.) Zeros fill the last word.
 
     >>> [hex(word) for word in pack_fields(jnp.uint32([3000, 77]), 12).tolist()]
     ['0x4dbb8']
@@ -117,9 +97,6 @@ def unpack_fields(
     packed: UInt32[Array, "*batch words"], bits: int, size: int
 ) -> UInt32[Array, "*batch n"]:
     """The `size` fields that `pack_fields` packed.
-
-    Raises:
-        ValueError: `packed` has not field_words(size, bits) along the last axis.
 
     >>> unpack_fields(jnp.uint32([0x4DBB8]), 12, 2).tolist()
     [3000, 77]

@@ -18,6 +18,7 @@ def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
     """The k blocks of largest l2 norm, exactly, in order of falling norm.
 
     Of equal norms the lower block comes first. Only the norms are sorted: d / block_size numbers.
+    S2 Reducer (Ge et al., 2021), section 2.2: block-wise top-k.
 
     Args:
         x: float vector of d elements.
@@ -26,11 +27,6 @@ def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
 
     Returns:
         Distinct int32 block numbers and the blocks, in the dtype of `x`.
-
-    Raises:
-        ValueError: `x` is not a vector, or k or block_size is out of range.
-
-    S2 Reducer (Ge et al., 2021), section 2.2: block-wise top-k.
 
     >>> block_top_k(jnp.float32([3, 3, 0, 4, 0, 0, -5]), 2, 2).indices.tolist()
     [3, 0]

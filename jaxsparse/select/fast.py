@@ -60,8 +60,7 @@ def fast_top_k(
     to their length. Magnitudes within a relative 2**-15 of each other rank as equal.
 
     If 16 k > d, each element has its own slot, and the k largest are found exactly. Of equal
-    magnitudes, the lower indices are kept. On CPU the exact search takes a pass for each bit of a
-    float, and is hardly faster than the sort in `top_k`.
+    magnitudes, the lower indices are kept. On CPU that is hardly faster than the sort in `top_k`.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
@@ -71,13 +70,8 @@ def fast_top_k(
     Returns:
         Distinct int32 indices, in no order, and the values of `x` there, in its dtype.
 
-    Raises:
-        ValueError: `x` is not a vector, k is out of range, or seed is not an integer scalar.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> sorted(fast_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist())
-        [1, 2]
+    >>> sorted(fast_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist())
+    [1, 2]
     """
     check_vector("x", x)
     return _fast_top_k(x, check_k(k, x.size), check_seed(seed))
@@ -104,8 +98,6 @@ class Values(NamedTuple):
 
     @classmethod
     def of_vector(cls, x: Float[Array, " d"], tile: int) -> "Values":
-        """The values of a vector that is stored."""
-
         def of_tile(number: Array, length: int) -> Array:
             return lax.dynamic_slice(x, (number * tile,), (length,)).astype(jnp.float32)
 
@@ -141,9 +133,6 @@ def streaming_top_k(
         k: number of indices, 1 <= k <= size.
         seed: seed of the tiles' offsets.
         like: arrays that `values` reads, for the replication type of the loop's carry.
-
-    Returns:
-        int32, distinct, in no particular order.
     """
     grid = _Grid.of(size, tile, k)
     shared = grid.per_group > 1

@@ -26,9 +26,10 @@ def slot_max(
     """The largest magnitude of each of m = `slots` random sets of about d / m elements.
 
     It needs no threshold, fills every slot, and takes a pass over x. One of the m largest is kept
-    if it meets no larger one. The r-th largest is kept with probability about exp(-r / m). With
-    m = 1 % of cubed normals, 85 % of the energy (sum of squares) of the m largest is kept.
-    `hash_extract` keeps 63 %, and `fast_top_k` keeps 99 % in about twice the time.
+    if it meets no larger one. The r-th largest is kept with probability about exp(-r / m). With m =
+    1 % of cubed normals, 85 % of the energy (sum of squares) of the m largest is kept.
+    `hash_extract` keeps 63 %, and `fast_top_k` keeps 99 % in about twice the time. After DRAGONN
+    (Wang et al., 2022), section 3.2, with the largest writer in place of the last.
 
     Rows of m elements are laid cyclically around the slots, each from a random slot. (Below 2**14
     slots, several rows make a tile, which is first laid around itself.) So elements of a row don't
@@ -43,18 +44,11 @@ def slot_max(
             step to step, or the same elements meet at each.
 
     Returns:
-        m entries in the order of slots: distinct int32 indices, and the values of `x` there, in
-        its dtype. No slot is empty, but its value may be 0.
+        m entries in the order of slots: distinct int32 indices, and the values of `x` there, in its
+        dtype. No slot is empty, but its value may be 0.
 
-    Raises:
-        ValueError: `x` is not a vector, slots is out of range, or seed is not an integer scalar.
-
-    After DRAGONN (Wang et al., 2022), section 3.2, with the largest writer in place of the last.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> slot_max(jnp.array([1.0, -3.0, 2.0]), 1).values.tolist()
-        [-3.0]
+    >>> slot_max(jnp.array([1.0, -3.0, 2.0]), 1).values.tolist()
+    [-3.0]
     """
     check_vector("x", x)
     return _slot_max(x, check_slots(slots, x.size), check_seed(seed))

@@ -27,7 +27,6 @@ class Sampled:
             check_samples(self.samples)
 
     def __call__(self, x: Float[Array, " m"], k: int) -> SparseStream:
-        """At most k entries."""
         return sampled_top_k(x, k, samples=self.samples)
 
 
@@ -45,7 +44,6 @@ class Bisection:
         check_passes(self.passes)
 
     def __call__(self, x: Float[Array, " m"], k: int) -> SparseStream:
-        """Exactly k entries."""
         return bisection_top_k(x, k, passes=self.passes)
 
 

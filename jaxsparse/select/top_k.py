@@ -35,20 +35,8 @@ def top_k(x: Float[Array, " d"], k: int) -> SparseStream:
 
     Of equal magnitudes the lower index comes first. On CPU it sorts the whole vector.
 
-    Args:
-        x: float vector of d elements.
-        k: number of entries to keep, 1 <= k <= d.
-
-    Returns:
-        Distinct int32 indices and the values of `x` there, in its dtype.
-
-    Raises:
-        ValueError: `x` is not a vector, or k is out of range.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
-        [1, 2]
+    >>> top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
+    [1, 2]
     """
     check_vector("x", x)
     return _top_k(x, check_k(k, x.size))
@@ -84,13 +72,8 @@ def sampled_top_k(
         Distinct int32 indices, in no order, and the values of `x` there, in its dtype. Zeros are
         never selected. Slots without an entry have index d and value 0.
 
-    Raises:
-        ValueError: see `sampled_threshold`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> sampled_top_k(jnp.array([1.0, -3.0, 0.0]), 3).indices.tolist()
-        [0, 1, 3]
+    >>> sampled_top_k(jnp.array([1.0, -3.0, 0.0]), 3).indices.tolist()
+    [0, 1, 3]
     """
     check_vector("x", x)
     k = check_k(k, x.size)
@@ -108,29 +91,18 @@ def threshold_top_k(
     of these. A count tells if the sample was off: fewer than k candidates, or more than 2 k. With
     random data that is about 1 in 100 samples. The whole vector is then bisected, which is four
     times the work. Under `vmap` all vectors are bisected whether or not their samples were off.
-
-    Vectors of up to 16,384 elements are sorted. If k is a quarter of the elements or more, the
-    whole vector is bisected at once.
+    Vectors of up to 16,384 elements are sorted, and those of up to 4 k bisected at once.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
         k: number of slots, 1 <= k <= d.
-        seed: seed of the sample, an integer below 2**32. It may be traced, and has no influence on
-            the result.
+        seed: seed of the sample, which has no influence on the result. It may be traced.
 
     Returns:
-        Distinct int32 indices, in no order, and the values of `x` there, in its dtype. Of equal
-        magnitudes, the lower indices are kept. Zeros are never selected. Slots without an entry
-        have index d and value 0.
+        As of `sampled_top_k`. Of equal magnitudes, the lower indices are kept.
 
-    Raises:
-        ValueError: `x` is not a vector, k is no int or out of range, or seed is not an integer
-            scalar.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> sorted(threshold_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist())
-        [1, 2]
+    >>> sorted(threshold_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist())
+    [1, 2]
     """
     check_vector("x", x)
     k, seed = check_k(k, x.size), check_seed(seed)
@@ -171,13 +143,8 @@ def sampled_else_exact(
 ) -> Int[Array, " room"]:
     """Indices found with a sampled threshold or, if they do not serve, with the k-th magnitude.
 
-    Args:
-        x: vector of d elements.
-        k: rank of the exact threshold.
-        sampled: magnitude that is tried first.
-        room: number of indices.
-        find: function of a threshold's bits (uint32) and of whether it is exact. It returns int32
-            indices, and whether they serve. It is compiled once for both thresholds.
+    `find` takes a threshold's bits (uint32) and whether it is exact. It returns `room` indices, and
+    whether they serve. It is compiled once for both thresholds.
     """
 
     def search(last: _Search) -> _Search:
@@ -236,13 +203,8 @@ def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASS
     Returns:
         Exactly k distinct int32 indices, and the values of `x` there, in its dtype.
 
-    Raises:
-        ValueError: see `bisection_threshold`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> bisection_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
-        [1, 2]
+    >>> bisection_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
+    [1, 2]
     """
     check_vector("x", x)
     k = check_k(k, x.size)
