@@ -55,7 +55,6 @@ class Coo:
     is_local = True
 
     def check(self, dtype: DTypeLike) -> None:
-        """Raises ValueError unless the dtype has 4 bytes."""
         if jnp.dtype(dtype).itemsize != 4:
             raise ValueError(
                 f"values have dtype {jnp.dtype(dtype)}: Coo sends dtypes of 4 bytes (float32, "
@@ -63,12 +62,10 @@ class Coo:
             )
 
     def words(self, capacity: int, size: int) -> int:
-        """Two words a slot."""
         del size
         return 2 * capacity
 
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
-        """Indices, then values of any dtype of 4 bytes."""
         del size
         self.check(stream.values.dtype)
         return jnp.concatenate([bits(stream.indices), bits(stream.values)])
@@ -76,7 +73,6 @@ class Coo:
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
-        """The stream, in the same order."""
         del size
         return SparseStream(
             jax.lax.bitcast_convert_type(message[:capacity], jnp.int32),
@@ -84,7 +80,6 @@ class Coo:
         )
 
     def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
-        """The values themselves."""
         del size
         return stream.values
 
@@ -93,14 +88,7 @@ COO: Coo = Coo()
 
 
 def check_codec(codec: Codec) -> None:
-    """Checks a setting.
-
-    Args:
-        codec: the wire format that a user gave.
-
-    Raises:
-        ValueError: it is no codec, or the class of one.
-    """
+    """Raises ValueError if a setting is no codec, or the class of one."""
     if isinstance(codec, type) or not isinstance(codec, Codec):
         raise ValueError(
             f"codec={codec!r} is not a codec: use codecs.COO, codecs.Packed() or codecs.EliasFano()"
@@ -108,14 +96,9 @@ def check_codec(codec: Codec) -> None:
 
 
 def check_local(codec: Codec, user: str) -> None:
-    """Checks that a codec rounds each entry by itself.
+    """Raises ValueError if a codec rounds the entries of a message together.
 
-    Args:
-        codec: the wire format.
-        user: the words that name who sends rounded entries on in other messages.
-
-    Raises:
-        ValueError: the codec rounds the entries of a message together.
+    `user` names who sends rounded entries on in other messages.
     """
     if not codec.is_local:
         raise ValueError(
@@ -126,28 +109,19 @@ def check_local(codec: Codec, user: str) -> None:
 
 
 def bits(x: Num[Array, " n"]) -> UInt32[Array, " n"]:
-    """The bits of an array as words.
+    """The bits of an array of a 4-byte dtype (float32, int32 or uint32) as words.
 
-    Args:
-        x: array of n elements of a 4-byte dtype: float32, int32 or uint32.
-
-    Example:
-        >>> [hex(word) for word in bits(jnp.float32([1, -2])).tolist()]
-        ['0x3f800000', '0xc0000000']
+    >>> [hex(word) for word in bits(jnp.float32([1, -2])).tolist()]
+    ['0x3f800000', '0xc0000000']
     """
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def from_bits(words: UInt32[Array, " n"], dtype: DTypeLike) -> Num[Array, " n"]:
-    """The inverse of `bits`: words read as another dtype.
+    """The inverse of `bits`: words read as another 4-byte dtype.
 
-    Args:
-        words: uint32[n].
-        dtype: a 4-byte dtype: float32, int32 or uint32.
-
-    Example:
-        >>> from_bits(bits(jnp.float32([1, -2])), jnp.float32).tolist()
-        [1.0, -2.0]
+    >>> from_bits(bits(jnp.float32([1, -2])), jnp.float32).tolist()
+    [1.0, -2.0]
     """
     return jax.lax.bitcast_convert_type(words, dtype)
 

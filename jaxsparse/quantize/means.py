@@ -51,16 +51,10 @@ def encoded(
 ) -> tuple[UInt8[Array, "groups values"], Float[Array, "levels groups"]]:
     """A code for each value, and the levels of each group.
 
-    Args:
-        groups: float32, the values of a group in each row.
-        name: the format.
-        count: number of elements before the padding with zeros, which does not count in a mean.
-
-    Returns:
-        Codes: "sign" 1 for negative values and 0 for others, "ternary" 0 to 2 for -1 to 1, "int2"
-        one bit for the upper level, and above it one for negative values. Levels, the lower one
-        first, not above the group's largest magnitude. They are infinite if one of its values is
-        not finite.
+    `count` is the number of elements before the padding with zeros, which does not count in a mean.
+    Codes: "sign" 1 for negative values and 0 for others, "ternary" 0 to 2 for -1 to 1, "int2" one
+    bit for the upper level, and above it one for negative values. Levels, the lower one first, not
+    above the group's largest magnitude. They are infinite if one of its values is not finite.
     """
     number, width = groups.shape
     inside = jnp.clip(count - width * lax.iota(jnp.int32, number), 1, width)

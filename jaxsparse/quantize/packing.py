@@ -21,16 +21,8 @@ _DIGITS = {2: 32, 3: 20, 4: 16}  # digits in a word, by their base: 3**20 < 2**3
 def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
     """Packs small integers in two's complement. The first takes the lowest bits of a word.
 
-    Args:
-        levels: int32[d], each in -2**(bits - 1) .. 2**(bits - 1) - 1. Others are taken modulo
-            2**bits.
-        bits: bits of an integer: 2, 4 or 8.
-
-    Returns:
-        uint32[ceil(d * bits / 32)]. The last word is padded with zeros.
-
-    Raises:
-        ValueError: `levels` is not an integer vector, or bits is not 2, 4 or 8.
+    Integers have 2, 4 or 8 bits, and larger ones are taken modulo 2**bits. Zeros fill the last
+    word.
 
     >>> [hex(word) for word in pack(jnp.array([1, -1, 7]), 4).tolist()]
     ['0x7f1']
@@ -46,18 +38,7 @@ def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
 
 @functools.partial(jax.jit, static_argnames=("bits", "size"))
 def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, " size"]:
-    """The integers that `pack` packed.
-
-    Args:
-        words: the packed integers, uint32[ceil(size * bits / 32)].
-        bits: bits of an integer, as in `pack`.
-        size: number of integers.
-
-    Returns:
-        int32[size].
-
-    Raises:
-        ValueError: bits is not 2, 4 or 8, or `words` does not match bits and size.
+    """The `size` integers that `pack` packed.
 
     >>> unpack(pack(jnp.array([1, -1, 7]), 4), 4, 3).tolist()
     [1, -1, 7]
@@ -100,12 +81,6 @@ def pack_digits(digits: UInt8[Array, "..."], base: int, size: int) -> UInt32[Arr
             another one, XLA looks for the place of each by a division.
         base: 2, 3 or 4.
         size: number of digits to pack, d. The others are left out.
-
-    Returns:
-        uint32[digit_words(d, base)]. The last digits of the last words are padded with zeros.
-
-    >>> [hex(word) for word in pack_digits(jnp.uint8([1, 2]), 3, 2).tolist()]
-    ['0x8e38e38f']
     """
     count, words = _DIGITS[base], digit_words(size, base)
     join = lambda number, plane: number * jnp.uint32(base) + plane.astype(jnp.uint32)
@@ -125,7 +100,7 @@ def pack_digits(digits: UInt8[Array, "..."], base: int, size: int) -> UInt32[Arr
 
 
 def unpack_digits(words: UInt32[Array, " words"], base: int, size: int) -> UInt8[Array, " size"]:
-    """The digits that `pack_digits` packed: uint8[size].
+    """The digits that `pack_digits` packed.
 
     >>> unpack_digits(pack_digits(jnp.uint8([1, 2, 0]), 3, 3), 3, 3).tolist()
     [1, 2, 0]

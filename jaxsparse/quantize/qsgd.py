@@ -37,9 +37,6 @@ class QSGD:
         scale: "max" is the largest magnitude of the group. That value has no error, and no other
             error exceeds max / s. "l2" is the norm of the group, as in the paper. It makes more
             zeros and larger errors.
-
-    Raises:
-        ValueError: bits is not 2, 4 or 8, group_size is below 1, or scale is unknown.
     """
 
     bits: Literal[2, 4, 8] = 4
@@ -81,11 +78,8 @@ class QSGD:
             max     (sqrt(1 + (B - 1) / s^2) - 1) / 2       (B - 1) / (B - 1 + 4 s^2)
             l2      sqrt(B) / s - 1, B / (4 s^2) below 1    min(1, B / (4 s^2))
 
-        Under "max" the largest value has no error, and the others can attain the worst case.
-        QSGD's Lemma 3.1, min(B / s^2, sqrt(B) / s) for l2, is looser.
-
-        Args:
-            stochastic: whether `quantize` gets a key.
+        Under "max" the largest value has no error, and the others can attain the worst case. QSGD's
+        Lemma 3.1, min(B / s^2, sqrt(B) / s) for l2, is looser.
 
         >>> QSGD(bits=8, scale="l2").error_bound() < 0.016
         True
@@ -104,15 +98,11 @@ class QSGD:
         Either of two contractions proves it. The first: under "max" no residual exceeds r max|x|
         with r = 1 / s, or 1 / (2 s) to nearest, where x is gradient plus residual. So r < 1 keeps
         all residuals below r / (1 - r) times the largest gradient of the group. The second:
-        `error_bound` is below 1. One of them holds for all settings but two. One is "max" with 2
-        bits, a key and B > 8: at B = 1024 the residual of normal gradients grows to some 12 times
-        their norm. The other is "l2" with B >= 4 s^2: with a key the residual grows exponentially,
-        and to nearest equal values are never sent.
-
-        Args:
-            stochastic: whether `quantize` gets a key.
-
-        The second contraction is Lemma 3 of EF-SGD (Karimireddy et al., 2019).
+        `error_bound` is below 1 (Lemma 3 of EF-SGD, Karimireddy et al., 2019). One of them holds
+        for all settings but two. One is "max" with 2 bits, a key and B > 8: at B = 1024 the
+        residual of normal gradients grows to some 12 times their norm. The other is "l2" with B >=
+        4 s^2: with a key the residual grows exponentially, and to nearest equal values are never
+        sent.
 
         >>> QSGD(bits=4).bounded_feedback(), QSGD(bits=4, scale="l2").bounded_feedback()
         (True, False)
@@ -121,7 +111,6 @@ class QSGD:
         return below_largest or self.error_bound(stochastic=stochastic) < 1
 
     def refusal(self, *, stochastic: bool) -> str:
-        """See `Quantizer`."""
         largest = 8 * self.levels**2 if self.scale == "max" else 4 * self.levels**2 - 1
         candidates = {
             "scale='max'": dataclasses.replace(self, scale="max"),
@@ -147,7 +136,7 @@ class QSGD:
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""], size: int
     ) -> Quantized:
-        """See `Quantizer`. To nearest, ties go to even, and |v - Q(v)| <= |v| for every value."""
+        """To nearest, ties go to even, and |v - Q(v)| <= |v| for every value."""
         del count  # padding with zeros changes neither maximum nor norm
         groups = in_groups(x, self.group_size)
         largest = largest_magnitude(groups, axis=1)
@@ -175,7 +164,6 @@ class QSGD:
         return Quantized(cut(packed, field_words(size, self.bits)), jnp.where(empty, 0, scales))
 
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
-        """See `Quantizer`: scale * level / s."""
         levels = unpack(quantized.words, self.bits, size).astype(jnp.float32)
         # Shares are at most 1, so the product does not overflow.
         return levels / self.levels * repeated(quantized.scales, self.group_size, size)

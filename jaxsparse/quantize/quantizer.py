@@ -71,7 +71,7 @@ class Quantizer(Protocol):
         """See the function `quantize`. `x` is float32 and checked.
 
         If it is longer than a group, it has whole groups, with zeros behind its first `size`
-        elements. Only `size` elements are packed.
+        elements, which alone are packed.
         """
         ...
 
@@ -89,15 +89,9 @@ class Quantizer(Protocol):
 
 
 def check_feedback(spec: Quantizer, *, stochastic: bool) -> None:
-    """Refuses settings whose error must not be fed back. See `QSGD.bounded_feedback`.
+    """Refuses settings whose error must not be fed back, because the residual could grow for ever.
 
-    Args:
-        spec: the quantiser.
-        stochastic: whether `quantize` gets a key.
-
-    Raises:
-        ValueError: the residual could grow without bound. The error names settings without this
-            problem.
+    The error names settings without this problem. See `QSGD.bounded_feedback`.
 
     >>> from jaxsparse.quantize.qsgd import QSGD
     >>> check_feedback(QSGD(bits=4), stochastic=True)
@@ -113,7 +107,7 @@ def quantize(
     key: Key[Array, ""] | None,
     count: Int[Array, ""] | None = None,
 ) -> Quantized:
-    """Quantises a vector.
+    """Quantises a vector. QSGD (Alistarh et al., 2017), sections 3.1 and 3.3; SparCML, section 6.
 
     A group counts as zero if all its magnitudes are below 2.3e-38, twice float32's least normal
     number. If a value of a group is not finite, no dequantised value of the group is.
@@ -125,14 +119,6 @@ def quantize(
             key for each call and worker. None rounds deterministically, and is biased.
         count: int32, the number of elements before the padding with zeros. None: all. Only means
             depend on it.
-
-    Returns:
-        The packed levels and the scales.
-
-    Raises:
-        ValueError: `x` is not such a vector, or the quantiser takes no key.
-
-    QSGD (Alistarh et al., 2017), sections 3.1 and 3.3; SparCML, section 6.
 
     >>> from jaxsparse.quantize.qsgd import QSGD
     >>> x = jnp.float32([1.0, -7.0, 0.2, 3.9])
@@ -154,24 +140,7 @@ def quantize(
 
 @functools.partial(jax.jit, static_argnames=("spec", "size"))
 def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array, " size"]:
-    """The values that a quantised vector stands for.
-
-    Args:
-        quantized: result of `quantize`.
-        spec: the quantiser, as in `quantize`.
-        size: number of elements of the vector, d.
-
-    Returns:
-        float32[size].
-
-    Raises:
-        ValueError: `quantized` does not match `spec` and `size`.
-
-    >>> from jaxsparse.quantize.qsgd import QSGD
-    >>> spec = QSGD(bits=2, scale="l2")
-    >>> dequantize(quantize(jnp.float32([0.0, 5.0]), spec, None), spec, 2).tolist()
-    [0.0, 5.0]
-    """
+    """The `size` values that a quantised vector stands for, with the `spec` of `quantize`."""
     check_size("size", size)
     scales = _scale_count(spec, size)
     if quantized.scales.shape != (scales,):
@@ -188,21 +157,7 @@ SCALE_SHIFTS = {32: 0, 16: 16, 8: 23}
 
 
 def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]:
-    """Packed values and their scales in one array, as they travel.
-
-    Args:
-        quantized: what `quantize` made. Its scales are float32, and exact in `spec.scale_bits`.
-        spec: the quantiser that made it.
-
-    Returns:
-        uint32[words], where words is `spec.words(size)`: first the values, then the scales.
-
-    Example:
-        >>> from jaxsparse.quantize import Format
-        >>> spec = Format("int8", group_size=4)
-        >>> to_message(quantize(jnp.float32([1, -2, 3, 4]), spec, None), spec).size == spec.words(4)
-        True
-    """
+    """Packed values and their scales in one array, as they travel: `spec.words(size)` words."""
     if not spec.scale_bits:
         return quantized.words
     scales = lax.bitcast_convert_type(quantized.scales, jnp.uint32)
@@ -211,22 +166,13 @@ def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]
 
 
 def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> Quantized:
-    """The inverse of `to_message`.
+    """The inverse of `to_message`, for a vector of `size` values.
 
-    Args:
-        message: uint32[words], where words is `spec.words(size)`.
-        spec: the quantiser that made the message.
-        size: number of values in it, d.
-
-    Returns:
-        Packed values, and float32 scales, for `dequantize`.
-
-    Example:
-        >>> from jaxsparse.quantize import Format
-        >>> spec = Format("int8", group_size=4)
-        >>> message = to_message(quantize(jnp.float32([-127, 0, 1, 127]), spec, None), spec)
-        >>> dequantize(from_message(message, spec, 4), spec, 4).tolist()
-        [-127.0, 0.0, 1.0, 127.0]
+    >>> from jaxsparse.quantize import Format
+    >>> spec = Format("int8", group_size=4)
+    >>> message = to_message(quantize(jnp.float32([-127, 0, 1, 127]), spec, None), spec)
+    >>> dequantize(from_message(message, spec, 4), spec, 4).tolist()
+    [-127.0, 0.0, 1.0, 127.0]
     """
     count = _scale_count(spec, size)
     if not spec.scale_bits:

@@ -31,24 +31,14 @@ def encode_blocks(
     """Sketches a block-sparse vector: to rounding, `encode` of the dense vector it stands for.
 
     A block is a tile of the sketch. Each row adds it to consecutive columns, from a random offset.
-    Sketches of different vectors merge by addition, wherever the blocks are. On a GPU sums are
-    taken in any order, by atomic additions: see `encode`. That concerns a worker's own sketch
-    alone. Replicas decode one sum of all sketches, and so stay equal.
+    On a GPU sums are taken in any order, by atomic additions: see `encode`. That concerns a
+    worker's own sketch alone. Replicas decode one sum of all sketches, and so stay equal. S2
+    Reducer (Ge et al., 2021), Alg. 1, lines 3-7.
 
     Args:
-        stream: k blocks in float32, bfloat16 or float16. Sums are float32. Slots of zeros add
-            nothing.
+        stream: k blocks in float32, bfloat16 or float16. Sums are float32.
         spec: rows, cols, default seed, and a tile_size that is the stream's block_size.
-        seed: seed of the hashes. It is traced. None: spec.seed.
-
-    Returns:
-        The sketch, float32[rows, cols].
-
-    Raises:
-        ValueError: stream has other shapes or dtypes, a block is not a tile of spec, or seed is not
-            an integer scalar.
-
-    S2 Reducer (Ge et al., 2021), Alg. 1, lines 3-7.
+        seed: see `encode`.
 
     >>> stream = BlockStream(jnp.array([7]), jnp.ones((1, 4)))
     >>> encode_blocks(stream, SketchSpec(rows=1, cols=8, tile_size=4)).shape
@@ -96,23 +86,15 @@ def decode_blocks(
     count: int | None = None,
     seed: Seed = None,
 ) -> BlockStream:
-    """Estimates some blocks, bitwise as `decode` does.
+    """Estimates some blocks, bitwise as `decode` does. S2 Reducer, Alg. 1, lines 10-15.
 
     Args:
-        table: sketch, float32[rows, cols], from `encode_blocks`, `encode`, or a sum of such ones.
+        table: sketch from `encode_blocks`, `encode`, or a sum of such ones.
         spec: spec that it was encoded with. Its tiles are the blocks.
         indices: indices of blocks, int32[n].
-        count: number of blocks. Indices from it on mark empty slots. None: no slots are empty.
+        count: number of blocks. Indices from it on mark empty slots, which get zeros. None: no
+            slots are empty.
         seed: seed that it was encoded with. None: spec.seed.
-
-    Returns:
-        The blocks at `indices`, float32[n, block_size], and zeros in empty slots.
-
-    Raises:
-        ValueError: table does not match spec, indices are not a vector of integers, or seed is
-            not an integer scalar.
-
-    S2 Reducer, Alg. 1, lines 10-15.
 
     >>> stream = BlockStream(jnp.array([7]), jnp.ones((1, 4)))
     >>> spec = SketchSpec(rows=1, cols=8, tile_size=4)

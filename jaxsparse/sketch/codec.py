@@ -38,21 +38,14 @@ def encode(
 
     On a GPU each column is a sum in one order, without atomic additions. With a `tile_size` of
     one's own sums are taken in any order, so the last bits may differ from run to run (unless
-    `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which takes longer).
+    `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which takes longer). Sketched-SGD (Ivkin et al.,
+    2019), section 3 and appendix C.
 
     Args:
         x: vector of d elements, 1 <= d < 2**31, in float32, bfloat16 or float16. Sums are float32.
         spec: rows, cols, tile size and default seed of the sketch.
         seed: seed of the hashes. It is traced, so that fresh hashes each step need no new trace.
             None: spec.seed.
-
-    Returns:
-        The sketch, float32[rows, cols].
-
-    Raises:
-        ValueError: x is not such a vector, or seed is not an integer scalar.
-
-    Sketched-SGD (Ivkin et al., 2019), section 3 and appendix C.
 
     >>> encode(jnp.ones(100), SketchSpec(rows=5, cols=20)).shape
     (5, 20)
@@ -98,15 +91,6 @@ def _encode_at_once(
 def merge(*tables: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
     """The sketch of a sum of vectors, from their sketches with one spec and seed.
 
-    Args:
-        *tables: one or more sketches, float32[rows, cols].
-
-    Returns:
-        The sum of the sketches, float32[rows, cols].
-
-    Raises:
-        ValueError: there are none, or their shapes differ.
-
     >>> spec = SketchSpec(rows=3, cols=8)
     >>> merge(encode(jnp.ones(5), spec), encode(-jnp.ones(5), spec)).sum().item()
     0.0
@@ -124,21 +108,13 @@ def decode(
 ) -> Float[Array, " size"]:
     """Estimates all coordinates: the median over rows of sign times column.
 
-    With an even number of rows it is the average of the two middle ones.
+    With an even number of rows it is the average of the two middle ones. Sketched-SGD, appendix C.
 
     Args:
         table: sketch, float32[rows, cols], from `encode` or a sum of such sketches.
         spec: spec that it was encoded with.
         size: number of elements of the vector that was encoded, d.
         seed: seed that it was encoded with. None: spec.seed.
-
-    Returns:
-        The estimates, float32[size].
-
-    Raises:
-        ValueError: table does not match spec, or size or seed is out of range.
-
-    Sketched-SGD, appendix C.
 
     >>> spec = SketchSpec(rows=3, cols=8)
     >>> decode(encode(jnp.array([0.0, 7.0]), spec), spec, 2)[1].item()
@@ -189,19 +165,8 @@ def decode_at(
 ) -> Float[Array, " n"]:
     """Estimates some coordinates, bitwise as `decode(...)[indices]` does.
 
-    Args:
-        table: sketch, float32[rows, cols].
-        spec: spec that it was encoded with.
-        indices: coordinates, int32[n]. The vector counts as followed by zeros, so an index past its
-            end gives an unbiased estimate of 0. A negative one is taken modulo 2**32.
-        seed: seed that it was encoded with. None: spec.seed.
-
-    Returns:
-        The estimates, float32[n].
-
-    Raises:
-        ValueError: table does not match spec, indices are not a vector of integers, or seed is
-            not an integer scalar.
+    The vector counts as followed by zeros, so an index past its end gives an unbiased estimate of
+    0. A negative one is taken modulo 2**32.
 
     >>> spec = SketchSpec(rows=3, cols=8)
     >>> decode_at(encode(jnp.array([0.0, 7.0]), spec), spec, jnp.array([1])).tolist()
@@ -231,16 +196,7 @@ def _decode_at(
 def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
     """Estimates the l2 norm of the vector: the median of the norms of the rows.
 
-    Args:
-        table: sketch, float32[rows, cols].
-
-    Returns:
-        The norm, float32[], with a relative error of O(1 / sqrt(cols)).
-
-    Raises:
-        ValueError: table is not two-dimensional.
-
-    HEAVYMIX, line 1 (Sketched-SGD, Alg. 1).
+    The relative error is O(1 / sqrt(cols)). HEAVYMIX, line 1 (Sketched-SGD, Alg. 1).
 
     >>> l2_norm(encode(jnp.array([0.0, -7.0]), SketchSpec(rows=3, cols=8))).item()
     7.0
