@@ -27,7 +27,6 @@ class Matrix(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements of all matrices."""
         return math.prod(self)
 
 
