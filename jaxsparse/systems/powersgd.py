@@ -63,16 +63,16 @@ class PowerSGD(MatrixReducer, SeededReducer):
     a column together are shortest. For each matrix A of residual plus gradient, workers share r
     orthonormal vectors, project A on them, and all-reduce the projections. One step of a power
     iteration, warm-started from the last step's factors, is enough. The residual keeps the rest.
-    Vectors travel dense, and so does each matrix that factors would not make
-    `min_compression_rate` times smaller. All factors and such matrices travel in one message.
+    Vectors travel dense, and so does each matrix that factors would not make `min_compression_rate`
+    times smaller. All factors and such matrices travel in one message.
 
     The two forms differ in bytes and latency:
 
     * "alternating", as in the authors' later code (epfml/powersgd): half an iteration a step. Even
-      steps project columns on left factors, odd steps project rows on right ones. A step has one
-      all-reduce of r m or r n words for each matrix, r (n + m)/2 on average.
+    steps project columns on left factors, odd steps project rows on right ones. A step has one
+    all-reduce of r m or r n words for each matrix, r (n + m)/2 on average.
     * "full", as published (Algorithm 1): both halves in each step, so two all-reduces, one after
-      the other, of r (n + m) words together.
+    the other, of r (n + m) words together.
 
     Start dense with `rank=jaxsparse.Stages((None, 2), (100,))`: the first 100 steps send everything
     and leave no residual, because low ranks approximate the first gradients badly.
@@ -82,10 +82,8 @@ class PowerSGD(MatrixReducer, SeededReducer):
     send more, because factors of the uncut side are not divided. A shard that is too small by
     `min_compression_rate` travels whole.
 
-    No momentum is masked. The paper's momentum
-    is that of the mean instead: chain `optax.trace(0.9)`, or an optimizer with momentum, behind it.
-
-    A matrix whose factors would save too little is psummed whole, in the factors' message.
+    No momentum is masked. The paper's momentum is that of the mean instead: chain
+    `optax.trace(0.9)`, or an optimizer with momentum, behind it.
 
     Args:
         rank: r, the rank of the factors of each matrix, at least 1. It is min(n, m) where that is
@@ -99,9 +97,6 @@ class PowerSGD(MatrixReducer, SeededReducer):
             "blocks" and names that begin with "scan" or "stack" match, where no number follows.
             None: there are no stacks.
         seed: seed of the first vectors, and of those that replace zeros.
-
-    Raises:
-        ValueError: settings out of range.
 
     Example:
         >>> tx = powersgd(1, iteration="full", axis_name=None)
@@ -141,7 +136,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         return rank if is_smaller else 0
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """The same reducer with another seed for each bucket; without a rank a dense one."""
+        """Without a rank it is a dense reducer."""
         if self.rank is None:
             return (Dense(),) * len(sizes)
         return super().split(sizes, dense_size)
@@ -155,7 +150,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
     def reduce(
         self, x: Float[Array, " d"], state: PowerState, axis_name: str | None
     ) -> tuple[Sums, Kept]:
-        """See `Reducer`. A matrix counts as not sent if the sum of its factors overflows."""
+        """A matrix counts as not sent if the sum of its factors overflows."""
         if not state.factors:
             return Dense().reduce(x, state, axis_name)
         state = state._replace(factors=wire.varying_as(state.factors, x, axis_name))
@@ -252,12 +247,8 @@ def _orthonormal(
 
     It is Gram-Schmidt in float32, twice for each vector, which makes vectors as orthogonal as
     Householder's QR does. A vector that is zero, or depends on those before it, becomes a random
-    one: as a zero it would stay zero for ever, and the rank would be lost. Only elementwise
-    operations and sums compute the basis, so that all workers get the same bits.
-
-    Args:
-        vectors: r <= n vectors of each matrix, finite.
-        noise: independent numbers in [-1, 1), equal on all workers.
+    one, of `noise` in [-1, 1): as a zero it would stay zero for ever, and the rank would be lost.
+    Only elementwise operations and sums compute the basis, so that all workers get the same bits.
     """
     shares, _ = scaled(vectors, axis=2)
     start = _normalised(shares) + noise * (_NOISE / math.sqrt(vectors.shape[2]))
