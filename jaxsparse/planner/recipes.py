@@ -48,7 +48,6 @@ class RecipeExchange(NamedTuple):
     passes: float  # computing of an exchange on an H100, in reads and writes of the vector
 
     def transformation(self, **options: Any) -> optax.GradientTransformationExtraArgs:
-        """The exchange, with options."""
         first = () if self.first is None else (self.first,)
         return self.system(*first, **self.settings, **options)
 

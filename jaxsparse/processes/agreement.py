@@ -24,15 +24,9 @@ _FILES = 5  # number of files with differences that a message names
 def compare(group: Group, step: Any, mesh: Mesh, batches: Sequence[int], args: Any) -> None:
     """Compares a step and its arguments, before its first call, with those of other processes.
 
-    Args:
-        group: the processes. All must get here, for the same steps in the same order.
-        step: the compiled step.
-        mesh: the mesh on which it runs.
-        batches: the numbers of the arguments that are split. Negative ones count from the end.
-        args: all positional arguments.
-
-    Raises:
-        RuntimeError: processes differ, or one does not come within the limit of the group.
+    All processes of the group must get here, for the same steps in the same order. `batches` are
+    the numbers of the arguments that are split; negative ones count from the end. Raises
+    RuntimeError if processes differ, or one does not come within the limit of the group.
     """
     program = step.trace(*args).jaxpr  # JAX keeps it: the call does not trace again
     own = Digested(program, mesh, args, {i % len(args) for i in batches})
@@ -40,16 +34,7 @@ def compare(group: Group, step: Any, mesh: Mesh, batches: Sequence[int], args: A
 
 
 def compare_texts(group: Group, name: str, texts: Iterable[str]) -> None:
-    """Compares texts, such as settings, as `compare` does a step.
-
-    Args:
-        group: the processes, as in `compare`.
-        name: name of the call that they are for, for errors.
-        texts: what is to be equal in all processes. The message has the first that differs.
-
-    Raises:
-        RuntimeError: as from `compare`.
-    """
+    """Compares texts, such as settings for a call of this name, as `compare` does a step."""
     _compare(group, name, Parts(texts))
 
 
@@ -57,9 +42,6 @@ def agree(group: Group, said: str) -> None:
     """Compares what this process does next with what the first one does, which does not wait.
 
     That takes less than `compare_texts`: one message, however many processes there are.
-
-    Raises:
-        RuntimeError: they differ.
     """
     first, me = group.members[0], jax.process_index()
     heard = group.announce(said if me == first else None)

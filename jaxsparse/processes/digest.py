@@ -2,8 +2,7 @@
 
 It is of the versions of JAX, the mesh, the arguments' shapes, the program, and the values of
 constants and of arguments that are equal on all workers. Of large arrays it has a sample:
-`check_replicas` reads all of them. It takes little of the first call's time
-(`benchmarks/agreement.py` measures it).
+`check_replicas` reads all of them.
 
 It must not differ by chance. An equation's digest has its operation, its parameters and the digests
 of what it reads. It has no names, no numbers of variables, no addresses, and of objects that are
@@ -39,15 +38,7 @@ _PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 
 class Parts:
-    """What processes compare, in parts, each with a digest.
-
-    Args:
-        texts: the parts.
-
-    Attributes:
-        digest: equal in all processes whose parts are equal.
-        advice: what an error adds.
-    """
+    """What processes compare, in parts, each with a digest. `advice` ends an error."""
 
     advice = ""
 
@@ -70,11 +61,8 @@ class Parts:
 class Digested(Parts):
     """A call of a step.
 
-    Args:
-        program: the traced step.
-        mesh: the mesh on which it runs. None, if it may run on any.
-        args: its positional arguments, whose values count.
-        batches: the numbers of those that are split.
+    Its arguments are positional, and their values count, but of the `batches`, which are split. The
+    mesh is None if it may run on any.
     """
 
     advice = " (data_parallel(..., compare=False) runs them as they are.)"

@@ -33,11 +33,10 @@ _groups: dict[tuple[int, ...], "Group"] = {}
 
 
 class Group:
-    """The processes that hold devices of one mesh.
+    """The processes that hold devices of one mesh, by their numbers.
 
     Attributes:
         limit: seconds to wait for another process, see `watched`. None: for ever.
-        members: numbers of the processes, in increasing order.
     """
 
     limit: ClassVar[float | None] = 600.0
@@ -52,7 +51,6 @@ class Group:
         self._unmoved: dict[int, tuple[str, int]] = {}  # what each said, and in how many looks
 
     def begin(self, step: str) -> None:
-        """Counts a call."""
         self._calls, self._step = self._calls + 1, step
 
     def topic(self) -> str:
@@ -61,7 +59,6 @@ class Group:
         return f"{self._topics}"
 
     def put(self, topic: str, note: str) -> None:
-        """Leaves a note for the others."""
         key = f"{self._place}/{topic}/{jax.process_index()}"
         compat.shared_store().key_value_set_bytes(key, zlib.compress(note.encode()), True)
 

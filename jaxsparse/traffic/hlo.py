@@ -30,9 +30,9 @@ class Shape:
     """One array of an HLO type.
 
     Attributes:
-      dtype: XLA's name, for example `bf16` or `pred`.
-      dims: the extent of each dimension. A bounded dynamic dimension has its bound.
-      bits: number of bits of one element in memory.
+        dtype: XLA's name, for example `bf16` or `pred`.
+        dims: the extent of each dimension. A bounded dynamic dimension has its bound.
+        bits: number of bits of one element in memory.
     """
 
     dtype: str
@@ -41,7 +41,6 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the whole array, rounded up."""
         return -(-math.prod(self.dims) * self.bits // 8)
 
     def __str__(self) -> str:
@@ -53,11 +52,11 @@ class Instruction:
     """One line of HLO, split but not interpreted.
 
     Attributes:
-      name: the name without the leading `%`.
-      type: the result's type, as printed.
-      opcode: the opcode, for example `all-reduce-start`.
-      arguments: the text between the parentheses, split at its commas.
-      attributes: the text behind the closing parenthesis.
+        name: the name without the leading `%`.
+        type: the result's type, as printed.
+        opcode: the opcode, for example `all-reduce-start`.
+        arguments: the text between the parentheses, split at its commas.
+        attributes: the text behind the closing parenthesis.
     """
 
     name: str
@@ -83,7 +82,6 @@ class Instruction:
         return re.sub(r"\\(.)", r"\1", match[1][1:-1]) if match else ""
 
     def flag(self, name: str) -> bool:
-        """Whether the attribute `name=true` is present."""
         return re.search(rf"\b{name}=true\b", self.structure) is not None
 
     @functools.cached_property
@@ -102,11 +100,7 @@ class Computation:
     root: Instruction
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """The arrays that `instruction` takes, with tuples flattened.
-
-        Raises:
-          ValueError: an operand has no known type.
-        """
+        """The arrays that `instruction` takes, with tuples flattened."""
         shapes: list[Shape] = []
         for name, argument in zip(instruction.operands, instruction.arguments):
             made_by = self.instructions.get(name)
@@ -161,15 +155,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled module.
-
-    Attributes:
-      computations: the computations by name.
-      entry: name of the entry computation.
-      replicas: `replica_count` of the header, 1 if it has none.
-      partitions: `num_partitions` of the header, 1 if it has none.
-      frames: file and line of each stack frame that instructions refer to by its number.
-    """
+    """A compiled module. `frames` has file and line of each stack frame, by its number."""
 
     computations: dict[str, Computation]
     entry: str
@@ -191,16 +177,7 @@ class Module:
 
 
 def parse_type(text: str) -> tuple[Shape, ...]:
-    """Splits a printed HLO type into its arrays.
-
-    Args:
-      text: for example `(f32[8]{0}, s4[3]{0:E(4)})`.
-
-    Returns:
-      One `Shape` an array. Tokens and opaque values are left out, because they have no bytes.
-
-    Raises:
-      ValueError: an element type or a dimension is not known.
+    """Splits a printed HLO type into its arrays. Tokens and opaque values have no bytes.
 
     >>> [(str(shape), shape.nbytes) for shape in parse_type("(f32[2,3]{1,0}, s4[3]{0:E(4)})")]
     [('f32[2,3]', 24), ('s4[3]', 2)]
@@ -230,17 +207,7 @@ def _shape(dtype: str, dims: str, layout: str) -> Shape:
 
 
 def parse(text: str) -> Module:
-    """Reads one compiled HLO module.
-
-    Args:
-      text: result of `jax.stages.Compiled.as_text()`.
-
-    Returns:
-      The module.
-
-    Raises:
-      ValueError: the text is not exactly one complete HLO module.
-    """
+    """Reads the text of one compiled HLO module."""
     headers = re.findall(r"^HloModule .*$", text, re.MULTILINE)
     if len(headers) != 1:
         raise ValueError(
