@@ -82,12 +82,7 @@ class Arithmetic:
         self.digest = jax.jit(_digest)
 
     def start(self, state: Any) -> Shared:
-        """The shared part of the first island, from its training state.
-
-        Raises:
-            ValueError: `params` picks something else than floating-point arrays of the state, the
-                state holds an exchange, or that of `outer` what snapshots can't hold.
-        """
+        """The shared part of the first island, from its training state, which it checks."""
         if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
             raise ValueError(
                 "the state holds arrays of single workers, as the state of a jaxsparse "
@@ -111,10 +106,8 @@ class Arithmetic:
         """The number of words of a message, and a digest of what islands must have in common.
 
         That is the program `shared`, what it works on, and the names of arrays. Of `shared` and of
-        the island's own parameters shapes and dtypes count alone.
-
-        Raises:
-            ValueError: `outer` exchanges nothing, or not in one message.
+        the island's own parameters shapes and dtypes count alone. Raises ValueError if `outer`
+        exchanges nothing, or not in one message.
         """
         key = str(jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), (shared, own)))
         if key not in self._known:

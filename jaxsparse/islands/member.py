@@ -113,16 +113,15 @@ Tries = Callable[..., Any]
 class Member:
     """An island's settings, see `Islands`, and what it knows in this life.
 
-    Members in one process may share `arithmetic`. `clock` tells seconds, for differences alone:
-    while it goes back, none pass. `beside` starts a function that writes a snapshot, beside
-    training. Without it that is called, and waited for.
+    Members in one process may share `arithmetic`. `clock` tells seconds, for differences alone.
+    `beside` starts a function that writes a snapshot, beside training. Without it that is called,
+    and waited for.
 
     Attributes:
         rank: a number made of its name.
         reports: what became of its last rounds.
         totals: of all rounds, how often it counted and sent, and bytes that it sent and received.
         keeps: whether it keeps what has not been sent. If not, its late messages would be zeros.
-        dtypes: those of the island's own parameters.
         has_joined: whether this life has begun to train, and has not left.
         is_restored: whether it began from a saved state, and has not dropped what that owed.
         has_counted: whether a message of this life has counted.
@@ -184,12 +183,7 @@ class Member:
         """The state to go on from: the newest snapshot and decisions since, or the first of all.
 
         `settings` are what all processes of this island have in common besides, in JSON's types.
-
-        Raises:
-            ValueError: the state is another island's; the store holds another run, or none
-                although the state is of one; or see `processes.check_alike`.
-            UnreachableError: the store does not answer, or does not show what must be there.
-            RuntimeError: see `Exchange.advance`.
+        For errors see `Islands`.
         """
         own = state.worker if isinstance(state, IslandState) else state
         if isinstance(state, IslandState) and int(state.island) != self.rank:
@@ -351,11 +345,8 @@ class Member:
     def read_newest(self, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
         """The newest snapshot that can be read, of a round past `after`, and this round.
 
-        None: the store lists none.
-
-        Raises:
-            UnreachableError: it lists some, and shows none that can be read.
-            ValueError: it lists some, and all are another run's.
+        None: the store lists none. It raises UnreachableError if the store lists some and shows
+        none that can be read, and ValueError if all are another run's.
         """
         like, arrays = shared_leaves(shared), list[np.ndarray]()
 
@@ -391,7 +382,6 @@ class Member:
         return self.arithmetic.from_arrays(spread(arrays, [x for _, x in like]), shared), round
 
     def keep(self, round: int, snapshot: bytes) -> None:
-        """Writes a snapshot, and deletes what is not needed any more."""
         write = functools.partial(self.rounds.keep, round, snapshot)
         if self._beside is None:
             lead(write)
@@ -467,11 +457,10 @@ class Exchange:
     def advance(self) -> bool:
         """Goes on as far as it can without waiting for others. Returns whether it is done.
 
-        Raises:
-            UnreachableError: the store did not answer, or does not show what must be there: this
-                island's own message after the grace, its decision, the one before that, or a
-                message that counts and no snapshot after it. Call it again.
-            RuntimeError: a later life of this island takes part, so that this one is at an end.
+        It raises UnreachableError if the store does not answer, or does not show what must be
+        there: this island's own message after the grace, its decision, the one before that, or a
+        message that counts and no snapshot after it. Call it again. RuntimeError: a later life of
+        this island takes part, so that this one is at an end.
         """
         if self.snapshot is not None:
             self._keep()

@@ -72,11 +72,7 @@ class Record(
     def from_bytes(
         cls: type[R], data: bytes, round: int, settings: str | None = None
     ) -> tuple[R, memoryview]:
-        """Header and body of an object that was read.
-
-        Raises:
-            BrokenError: it is not such an object of this round, with this run's settings or any.
-        """
+        """Header and body of an object that was read, of this round and these settings, or any."""
         start, whole = len(_MAGIC) + 4, memoryview(data)
         if len(data) < start + _HASH or not data.startswith(_MAGIC):
             raise BrokenError(f"it is no object of this version ({len(data)} bytes)")
@@ -172,11 +168,7 @@ def to_snapshot(round: int, settings: str, leaves: Iterable[tuple[str, np.ndarra
 def from_snapshot(
     data: bytes, round: int, settings: str, like: Sequence[tuple[str, Any]]
 ) -> list[np.ndarray]:
-    """The arrays of a snapshot, which must be like others with their paths, in their order.
-
-    Raises:
-        BrokenError: it is no snapshot of such arrays.
-    """
+    """The arrays of a snapshot, which must be like others with their paths, in their order."""
     _, body = Snapshot.from_bytes(data, round, settings)
     try:
         found = dict(safetensors.deserialize(bytes(body)))

@@ -90,8 +90,6 @@ class Store:
     >>> store = Store("memory://")
     >>> store.create("a/b", b"first"), store.create("a/b", b"second"), store.get("a/b")
     (True, False, b'first')
-    >>> store.names("a"), store.names("b"), store.get("a/c")
-    (['b'], [], None)
     """
 
     def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
