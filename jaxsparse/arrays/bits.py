@@ -22,11 +22,7 @@ _BITS = 32
 
 
 def words(size: int) -> int:
-    """The number of uint32 words that hold `size` bits.
-
-    >>> words(33)
-    2
-    """
+    """The number of uint32 words that hold `size` bits."""
     return -(-size // _BITS)
 
 
@@ -47,11 +43,7 @@ def pack_bits(mask: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
 
 
 def unpack_bits(packed: UInt32[Array, "*batch words"], size: int) -> Bool[Array, "*batch n"]:
-    """The vectors of `size` elements that `pack_bits` packed.
-
-    >>> unpack_bits(jnp.uint32([5]), 3).tolist()
-    [True, False, True]
-    """
+    """The vectors of `size` elements that `pack_bits` packed."""
     _check_words(packed, words(size))
     planes = (packed[..., None, :] >> _shifts(packed.ndim)) & jnp.uint32(1)
     return planes.reshape(*packed.shape[:-1], -1)[..., :size] != 0
@@ -96,11 +88,7 @@ def pack_fields(fields: UInt32[Array, "*batch n"], bits: int) -> UInt32[Array, "
 def unpack_fields(
     packed: UInt32[Array, "*batch words"], bits: int, size: int
 ) -> UInt32[Array, "*batch n"]:
-    """The `size` fields that `pack_fields` packed.
-
-    >>> unpack_fields(jnp.uint32([0x4DBB8]), 12, 2).tolist()
-    [3000, 77]
-    """
+    """The `size` fields that `pack_fields` packed."""
     _check_words(packed, field_words(size, bits))
     *batch, found = packed.shape
     count, length = _period(bits)
@@ -126,9 +114,6 @@ def float_bits(x: Float[Array, "*shape"], dtype: DTypeLike) -> UInt32[Array, "*s
     """The bits of `x` in a float dtype of 8 or 16 bits, to which it is rounded.
 
     Numbers beyond its range may become infinite or NaN: call `magnitude.within` before.
-
-    >>> [hex(word) for word in float_bits(jnp.float32([1, -2]), jnp.bfloat16).tolist()]
-    ['0x3f80', '0xc000']
     """
     return lax.bitcast_convert_type(x.astype(dtype), _unsigned(dtype)).astype(jnp.uint32)
 

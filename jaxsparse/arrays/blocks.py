@@ -1,7 +1,6 @@
 """Block-sparse vectors of a static capacity: runs of consecutive elements, such as embedding rows.
 
-Block b holds elements b * block_size to (b + 1) * block_size - 1 of a vector. The last block may be
-shorter; zeros then fill it up.
+Block b holds elements b * block_size to (b + 1) * block_size - 1. Zeros fill up the last block.
 """
 
 from typing import NamedTuple
@@ -30,7 +29,7 @@ class BlockStream(NamedTuple):
 
 
 def check_block_size(block_size: int) -> int:
-    """The number of elements of a block as an int. Raises ValueError unless it is at least 1."""
+    """The setting as an int. Raises ValueError unless it is at least 1."""
     block_size = static_int("block_size", block_size)
     if block_size < 1:
         raise ValueError(
@@ -40,11 +39,7 @@ def check_block_size(block_size: int) -> int:
 
 
 def count(size: int, block_size: int) -> int:
-    """The number of blocks of a vector of `size` elements. The last block may be shorter.
-
-    >>> count(10, 4)
-    3
-    """
+    """The number of blocks of a vector of `size` elements. The last block may be shorter."""
     return -(-size // block_size)
 
 
@@ -58,11 +53,7 @@ def rows(x: Float[Array, " d"], block_size: int) -> Float[Array, "blocks block_s
 
 
 def non_zero(x: Float[Array, " d"], block_size: int) -> Bool[Array, " blocks"]:
-    """The mask of the blocks that have an element other than 0. NaN is not 0.
-
-    >>> non_zero(jnp.float32([0, 0, 0, -1, 0]), 2).tolist()
-    [False, True, False]
-    """
+    """The mask of the blocks that have an element other than 0. NaN is not 0."""
     return jnp.any(rows(x, block_size) != 0, axis=1)
 
 

@@ -182,10 +182,7 @@ def _hidden(numbers: Sequence[int], x: Float[Array, " d"]) -> tuple[Int[Array, "
 
 
 def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:
-    """Float32 `x` in another float dtype. Values beyond its range are clipped.
-
-    They are clipped further so that the sum of so many `summands` does not overflow.
-    """
+    """Float32 `x` in another float dtype, clipped so that a sum of `summands` fits it."""
     if float(jnp.finfo(dtype).max) < LARGEST:
         x = clipped(x, dtype, summands)
     return x.astype(dtype)
@@ -284,14 +281,12 @@ def plan_groups(
     Args:
         tree: see `plan`.
         groups: the group of each leaf, in the order of `jax.tree.leaves`: any hashable, or None for
-            a dense leaf.
+            a dense leaf. The layout's `groups` has that of each bucket, in the order of first
+            leaves.
         bucket_size: see `plan`.
         alignment: alignment of each group, as in `plan`. Default: 1.
         whole_leaves: groups whose leaves must not straddle buckets. A leaf above the limit then has
             a bucket of its own.
-
-    Returns:
-        The layout. Its `groups` has the group of each bucket, in the order of first leaves.
     """
     if bucket_size is not None:
         bucket_size = static_int("bucket_size", bucket_size)
@@ -373,11 +368,7 @@ def _cut(pieces: Sequence[_Piece], limit: int | None, alignment: int) -> list[tu
 
 
 def split_evenly(total: int, weights: Sequence[int]) -> list[int]:
-    """Integers that add up to `total`, as nearly proportional to `weights` as rounding allows.
-
-    >>> split_evenly(10, [1, 1, 1])
-    [4, 3, 3]
-    """
+    """Integers that add up to `total`, as nearly proportional to `weights` as rounding allows."""
     whole = sum(weights)
     shares = [total * weight // whole for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda i: -(total * weights[i] % whole))

@@ -84,11 +84,7 @@ def over_tiles(
 
 
 def laid_around(start: Int[Array, "*tiles 1"], tile: int) -> Int[Array, "*tiles tile"]:
-    """The element of a tile at each of `tile` slots, if its first element is at slot `start`.
-
-    >>> laid_around(jnp.array([[0], [2]]), 3).tolist()
-    [[0, 1, 2], [1, 2, 0]]
-    """
+    """The element of a tile at each of `tile` slots, if its first element is at slot `start`."""
     shape = (1,) * (start.ndim - 1) + (tile,)
     within = lax.broadcasted_iota(jnp.int32, shape, start.ndim - 1) - start
     return jnp.where(within < 0, within + tile, within)
@@ -113,10 +109,7 @@ def _written(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
 
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: tuple[Array, ...]) -> Array:
-    """Zeros with the replication type of all of `like` together, to start a loop's carry.
-
-    For a single array x, `jnp.zeros_like(x, dtype, shape)` is the same.
-    """
+    """Zeros with the replication type of all of `like` together, to start a loop's carry."""
     total = jnp.zeros(shape, dtype)
     for x in like:
         total += jnp.zeros_like(x, shape=shape, dtype=dtype)
@@ -188,14 +181,7 @@ def _tile(size: int) -> int:
 def kth_largest(
     x: Shaped[Array, " n"], k: _Number, *, bits: int, key: Key = None
 ) -> UInt32[Array, ""]:
-    """The largest t that the keys of at least k elements reach.
-
-    Args:
-        x: n elements.
-        k: number of elements, 1 <= k <= n. It may be traced.
-        bits: number of bits of a key, at most 31. Keys are below 2**bits.
-        key: see `Key`.
-    """
+    """The largest t that the keys of at least k elements reach. Keys are below 2**bits <= 2**31."""
     find = functools.partial(_by_bits, k=k, bits=bits, key=key)
     return by_platform(x, default=find, gpu=functools.partial(_by_digits, k=k, bits=bits, key=key))
 

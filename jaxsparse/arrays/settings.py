@@ -259,7 +259,7 @@ def check_size(name: str, size: int) -> None:
 
 
 def check_k(k: int, size: int, limit: str | None = None) -> int:
-    """The number of elements to keep, k, as an int. Raises ValueError unless it is in 1 .. size.
+    """The number of elements to keep as an int. Raises ValueError unless it is in 1 .. size.
 
     Call it outside `jax.jit`, which takes k=True for k=1 once it has seen k=1. `limit` names `size`
     in the error.

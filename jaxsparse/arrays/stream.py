@@ -145,10 +145,7 @@ def _differs(indices: Int[Array, " k"], offset: int) -> Bool[Array, " k"]:
 
 
 def add(a: SparseStream, b: SparseStream, size: int, op: Operation = "sum") -> SparseStream:
-    """The entries of both streams, combined where indices are equal. The capacities add up.
-
-    Each stream has distinct indices. The result is like that of `merge_duplicates`.
-    """
+    """The entries of both streams of distinct indices, combined as by `merge_duplicates`."""
     both = SparseStream(*(jnp.concatenate(pair) for pair in zip(a, b)))
     check_operation(op, both.values.dtype)
     indices, values = jax.lax.sort((both.indices, both.values), num_keys=1)
@@ -169,11 +166,10 @@ def delta(size: int, entry_bytes: float = 8, dense_bytes: float = 4) -> int:
 
 
 def check_operation(op: Operation, dtype: DTypeLike) -> None:
-    """Checks an operation for values of a dtype.
+    """Raises ValueError unless an operation is known, and defined for values of a dtype.
 
-    Raises:
-        ValueError: the operation is unknown, or not defined for the dtype; or the function of a
-            `Combination` is not commutative, changes shape or dtype, or has another neutral number.
+    The function of a `Combination` is tried: it must be commutative, keep shape and dtype, and have
+    that neutral number.
     """
     if isinstance(op, Combination):
         return _check_combination(op, dtype)

@@ -96,10 +96,7 @@ def check_codec(codec: Codec) -> None:
 
 
 def check_local(codec: Codec, user: str) -> None:
-    """Raises ValueError if a codec rounds the entries of a message together.
-
-    `user` names who sends rounded entries on in other messages.
-    """
+    """Raises ValueError if a codec rounds entries together, which `user` sends on."""
     if not codec.is_local:
         raise ValueError(
             f"codec={codec} rounds the entries of a message together, but {user} sends rounded "

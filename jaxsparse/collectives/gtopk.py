@@ -27,11 +27,7 @@ def gtopk(
     After the exchange at distance 2^t, 2^(t+1) workers drop the same entries. The residual of each
     keeps 2^-(t+1) of them. The paper loses them where the index is delivered in part.
 
-    Args:
-        stream: float32, k entries with distinct indices.
-        size: number of elements of the vector, d.
-        axis_name: the axis of the workers.
-        codec: wire format of the messages.
+    The stream has k distinct indices.
     """
     workers = wire.axis_size(axis_name)
     power = 1 << (workers.bit_length() - 1)

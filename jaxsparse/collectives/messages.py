@@ -29,10 +29,8 @@ from jaxsparse.codecs.codec import left_of
 class AllReduced(NamedTuple):
     """The entries of all workers' streams over vectors of d elements, combined.
 
-    For sums, `sum over workers of to_dense(stream) == total + sum over workers of residual`.
-
-    If a worker's residual has only parts of its own n entries, an all-reduce may give it at these
-    entries alone. Then no vector is made for it.
+    For sums, `sum over workers of to_dense(stream) == total + sum over workers of residual`. If a
+    worker's residual has only parts of its own n entries, an all-reduce may give it at these alone.
     """
 
     total: Num[Array, " d"]  # equal on all workers; the neutral element where there are no entries

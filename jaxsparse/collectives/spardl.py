@@ -42,18 +42,11 @@ def spar_reduce_scatter(
 
     Blocks are numbered from the worker's own block, 0. Let D = 2^(l - i) at step i of l = ceil(log2
     n). A worker sends blocks D to min(2D, n) - 1 to the member D further on, where they are blocks
-    0, 1, ... So all n workers work at each step, for any n, and each block is sent once. A block is
-    cut to its k largest entries just before it is sent, and not after each addition (the paper's
-    "optimization for SRS"). The own block is cut last, and not rounded by the codec.
+    0, 1, ... So all n workers work at each step, for any n, and each block is sent once. `select`
+    cuts a block to its k largest entries just before it is sent, and not after each addition (the
+    paper's "optimization for SRS"). The own block is cut last, and not rounded by the codec.
 
     Rounds: ceil(log2 n). Words received: (n - 1) codec.words(k, m), in COO 2 k (n - 1).
-
-    Args:
-        rows: float32, one block for each member.
-        k: number of entries of a block that are sent, 1 <= k <= m.
-        group: the n workers that take part.
-        select: function that selects the k largest entries, or nearly so.
-        codec: wire format of the messages.
     """
     n, m = rows.shape
     # Nothing is added to a block that has been sent, so `sums` ends as the parts discarded.

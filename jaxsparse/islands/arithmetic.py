@@ -44,12 +44,8 @@ class Shared(NamedTuple):
 class Begun(NamedTuple):
     """An island's half of an exchange.
 
-    Attributes:
-        words: its message.
-        moved: its displacement.
-        posted: what stays with it, see `feedback.by_message.post`.
-        origin: its own parameters when it began, in float32 or wider.
-        finite: whether these, and what they moved, were finite.
+    `moved` is its displacement, `posted` what stays with it, `origin` its own parameters when it
+    began, in float32 or wider, and `finite` whether these, and what they moved, were finite.
     """
 
     words: UInt32[Array, " words"]
@@ -206,10 +202,7 @@ class Arithmetic:
         return jax.tree.map(functools.partial(jnp.where, ok), after, before), ok
 
     def _own(self, begun: Begun, before: Shared, counts: bool) -> list[Any]:
-        """What an island keeps of its own, without the others' messages.
-
-        If its own does not count, it keeps all of it.
-        """
+        """What an island keeps without the others' messages; all, if its own does not count."""
         after = self._received(begun.words[None], None, begun, before, counts=counts)
         return own_leaves(after.outer)
 

@@ -82,10 +82,7 @@ def _hear(told: _Told) -> Any:
 
 
 def spread(arrays: Sequence[np.ndarray], like: Sequence[Any]) -> Iterator[np.ndarray]:
-    """The arrays of the first process, in all of them, one by one.
-
-    Those of others don't matter. All processes have arrays `like` these in shape and dtype.
-    """
+    """The arrays of the first process, `like` these in shape and dtype, in all of them."""
     if jax.process_count() == 1:
         yield from arrays
         return

@@ -307,10 +307,7 @@ class Rounds:
         return [by_name[name] for name in sorted(by_name)]
 
     def _look_at(self, key: str, round: int, name: str, life: str) -> None:
-        """Reads a message, and keeps it if it is good.
-
-        One that is not is read again at looks 2, 4, 8 and so on: messages are large.
-        """
+        """Reads a message, and keeps a good one. Others again at looks 2, 4, 8: they are large."""
         looks, why = self._bad.get(key, (0, ""))
         if looks & (looks + 1):
             self._bad[key] = looks + 1, why

@@ -47,11 +47,10 @@ class ForeignError(BrokenError):
 class Record(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower
 ):
-    """The header of an object.
+    """The header of an object of a round.
 
-    Attributes:
-        round: the round that the object belongs to.
-        settings: digest of the parameters' shapes and of the outer step. Members of a run share it.
+    `settings` is a digest of the parameters' shapes and of the outer step. Members of a run share
+    it.
     """
 
     round: Count
@@ -100,13 +99,9 @@ class Record(
 class Message(Record, frozen=True):
     """An island's displacement in a round. The body is its words.
 
-    Attributes:
-        name: the island.
-        life: the word of the island's process. One that came back has another, and a greater one.
-        weight: its weight in the mean.
-        digest: digest of the global parameters that it started the round from.
-        late: whether it has only what the island owes from a round that was over before.
-        loss: mean loss of the island's steps since its message before, or None.
+    A process that came back has another `life`, and a greater one. The digest is of the global
+    parameters that it started the round from. A `late` one has only what the island owes from a
+    round that was over before. The loss is the mean of the island's steps since its message before.
     """
 
     name: Name
@@ -131,12 +126,8 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Decision(Record, frozen=True):
     """Whose messages count in a round, in the order in which they are added up.
 
-    Attributes:
-        members: one or more, each of another name.
-        digest: the digest of the global parameters that most of them started from.
-        by: the island that decided.
-        waited: seconds from this island's own message to its decision.
-        words: number of words of a message.
+    The digest is that of the global parameters that most of them started from. `waited` has the
+    seconds from its own message to the decision of `by`.
     """
 
     members: Annotated[tuple[Member, ...], Meta(min_length=1)]

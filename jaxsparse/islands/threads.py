@@ -143,10 +143,7 @@ class RunningExchange:
         return not self._has_ended.is_set()
 
     def stop(self, seconds: float) -> bool:
-        """Ends the thread, after its present look at the store. Waits at most so long for that.
-
-        Returns whether it has ended.
-        """
+        """Ends the thread, after its present look at the store. Returns whether it has in time."""
         self._is_stopped.set()
         return _wait(self._has_ended, seconds)
 

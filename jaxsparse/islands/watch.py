@@ -13,11 +13,8 @@ from jaxsparse.islands.store import Objects
 class Seen(NamedTuple):
     """A round, as the store shows it.
 
-    Attributes:
-        round: its number.
-        decision: whose messages count. None: there is none yet, or it can't be read.
-        others: islands that have posted, but do not count: late, broken, or not decided yet.
-        trouble: why the decision can't be read, or "".
+    `others` have posted, but do not count: late, broken, or not decided yet. `trouble` says why the
+    decision can't be read.
     """
 
     round: int

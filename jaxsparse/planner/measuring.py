@@ -36,10 +36,7 @@ def _elapsed(run: Callable[[], Any]) -> float:
 def interleaved(
     runs: Mapping[Any, Callable[[], Any]], repeats: int, warm_up: int = 1
 ) -> dict[Any, list[float]]:
-    """Seconds of each repeat of each run, without those to warm up.
-
-    The runs take turns, so that a slow spell of the machine hits all alike.
-    """
+    """Seconds of each repeat of each run. They take turns, so that a slow spell hits all alike."""
     seconds: dict[Any, list[float]] = {name: [] for name in runs}
     for i in range(warm_up + repeats):
         for name, run in runs.items():

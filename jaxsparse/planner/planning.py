@@ -56,9 +56,7 @@ class Moved(NamedTuple):
 def exchange_seconds(
     moved: Moved, link: Link, *, passed: float = 0.0, memory_bandwidth: float = MEMORY_BANDWIDTH
 ) -> float:
-    """Seconds of an exchange, for any number of local steps before it.
-
-    `passed` are the bytes that the device reads and writes.
+    """Seconds of an exchange in which the device reads and writes `passed` bytes of its memory.
 
     >>> exchange_seconds(Moved(2, 16), Link(0.25, 8.0), passed=4.0, memory_bandwidth=8.0)
     3.0

@@ -92,10 +92,7 @@ class Digested(Parts):
         return self._part(f"a constant {_type(v.aval)} {_value(x)}")
 
     def _read(self, program: Jaxpr, inputs: Sequence[str]) -> tuple[list[str], str]:
-        """Digests of a program's results, and one of its collectives, "" without any.
-
-        `inputs` are digests of its constants and of its arguments.
-        """
+        """From inputs' digests, those of a program's results, and one of its collectives or ""."""
         key = (id(program), *inputs)
         if key in self._known:
             return self._known[key]

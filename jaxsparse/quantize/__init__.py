@@ -1,10 +1,8 @@
 """Quantises vectors to a few bits a value, packed into words, and back.
 
 A quantiser is a frozen dataclass of settings: `Format` (integers, floats, powers of two, and means
-of magnitudes in 1 to 2 bits) or `QSGD` (its paper's roundings and scales). `quantize` and
-`dequantize` take both.
-`check_feedback` refuses settings whose error must not be fed back. `entry_values` packs the values
-of sparse entries, whose indices travel beside them.
+of magnitudes in 1 to 2 bits) or `QSGD` (its paper's roundings and scales). `entry_values` packs the
+values of sparse entries, whose indices travel beside them.
 """
 
 from jaxsparse.quantize.entries import (

@@ -1,8 +1,7 @@
 """Values of sparse entries in 2 to 32 bits, for messages whose indices travel beside them.
 
 In 2 to 8 bits, entries share a few levels, which travel with them. In 16 or 32 bits, values are
-floats. Each class packs a vector of float32 values into words, and the receivers decode the same
-words.
+floats.
 """
 
 import dataclasses

@@ -141,11 +141,7 @@ class Format:
         return means.LEVELS.get(self.name, 1)
 
     def words(self, size: int) -> int:
-        """Words of 32 bits on the wire for `size` values.
-
-        >>> Format("int4").words(10_000)
-        1270
-        """
+        """Words of 32 bits on the wire for `size` values."""
         scales = self.scales_per_group * -(-size // self.group_size)
         if self.name in means.BASES:
             words = digit_words(size, means.BASES[self.name])

@@ -38,11 +38,7 @@ def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
 
 @functools.partial(jax.jit, static_argnames=("bits", "size"))
 def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, " size"]:
-    """The `size` integers that `pack` packed.
-
-    >>> unpack(pack(jnp.array([1, -1, 7]), 4), 4, 3).tolist()
-    [1, -1, 7]
-    """
+    """The `size` integers that `pack` packed."""
     check_bits(bits)
     check_size("size", size)
     if words.shape != (field_words(size, bits),) or words.dtype != jnp.uint32:
@@ -61,9 +57,6 @@ def digit_words(size: int, base: int) -> int:
 
     From 1024 words on it is rounded up to a multiple of 16: up to 1.5 % more, and below 0.1 % from
     2**19 digits on. XLA's CPU backend vectorises whole registers alone.
-
-    >>> digit_words(100, 2), digit_words(100, 3), digit_words(100, 4)
-    (4, 5, 7)
     """
     words = -(-size // _DIGITS[base])
     return words if words < _MANY else -(-words // _LANES) * _LANES

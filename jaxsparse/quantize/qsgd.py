@@ -59,11 +59,7 @@ class QSGD:
         return 2 ** (self.bits - 1) - 1
 
     def words(self, size: int) -> int:
-        """Words of 32 bits on the wire for `size` values: packed levels and a scale per group.
-
-        >>> QSGD(bits=4).words(10_000)
-        1260
-        """
+        """Words of 32 bits on the wire for `size` values: packed levels and a scale per group."""
         return field_words(size, self.bits) + -(-size // self.group_size)
 
     def error_bound(self, *, stochastic: bool = True) -> float:

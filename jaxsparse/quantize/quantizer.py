@@ -92,9 +92,6 @@ def check_feedback(spec: Quantizer, *, stochastic: bool) -> None:
     """Refuses settings whose error must not be fed back, because the residual could grow for ever.
 
     The error names settings without this problem. See `QSGD.bounded_feedback`.
-
-    >>> from jaxsparse.quantize.qsgd import QSGD
-    >>> check_feedback(QSGD(bits=4), stochastic=True)
     """
     if not spec.bounded_feedback(stochastic=stochastic):
         raise ValueError(spec.refusal(stochastic=stochastic))
@@ -202,10 +199,6 @@ def sent_size(size: int, spec: Quantizer) -> int:
 
     Otherwise it is `size`. XLA's CPU backend does not vectorise what fills or cuts the last group
     of a vector. (Values of "bfloat16" need no scales, and are sent in groups all the same.)
-
-    >>> from jaxsparse.quantize import Format
-    >>> sent_size(25_000, Format("int8")), sent_size(250, Format("int8"))
-    (25088, 250)
     """
     padding = -size % spec.group_size
     return size + padding if 64 * padding <= size <= 2**31 - 1 - padding else size
@@ -222,9 +215,9 @@ def cut(x: Shaped[Array, " n"], size: int) -> Shaped[Array, " size"]:
 
 
 def _kept(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    """A vector whose end was filled, or is to be cut. It is stored if it is long.
+    """A vector whose end was filled, or is to be cut: stored if it is long.
 
-    Stored, it is no part of the loops that read or make it, and XLA's CPU backend vectorises these.
+    It is then no part of the loops that read or make it, and XLA's CPU backend vectorises these.
     """
     return stored(x) if x.size >= _LONG else x
 

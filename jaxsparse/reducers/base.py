@@ -180,11 +180,7 @@ class Reducer(abc.ABC):
         return False
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
-        """One reducer for each bucket, given the number of elements of each, and of dense ones.
-
-        Here it is the same reducer for all. Raises ValueError if settings for the whole tree can't
-        be met.
-        """
+        """One reducer for each bucket of these sizes, beside so many dense elements."""
         return (self,) * len(sizes)
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Reducer":
@@ -193,7 +189,7 @@ class Reducer(abc.ABC):
         return self
 
     def init(self, size: int) -> Any:
-        """One worker's initial state for vectors of `size` elements. Default: no state.
+        """One worker's initial state for vectors of `size` elements. Default: none.
 
         Arrays that will differ between workers must be marked `PerWorker`. All others are
         replicated.
@@ -221,7 +217,7 @@ class Reducer(abc.ABC):
 class SeededReducer(Reducer):
     """A reducer with random draws. Each bucket has its own seed.
 
-    Attributes:
+    Args:
         seed: seed of the draws, 0 <= seed < 2**32. Draws are fresh at each exchange.
     """
 
@@ -306,14 +302,10 @@ def deliver(x: Float[Array, " d"], sums: Sums, kept: Kept, workers: int) -> Redu
 def keep_entries(
     x: Float[Array, " d"], stream: SparseStream, lost: Float[Array, " n"], state: Any
 ) -> Kept:
-    """What a worker keeps that sends the entries `stream` of `x`.
+    """What a worker keeps that sends the entries `stream` of `x`, with distinct indices.
 
-    Args:
-        x: float32, this worker's whole vector.
-        stream: the entries that it put forward, with distinct indices. Where their values differ
-            from those of `x`, the residual keeps the difference.
-        lost: float32, the part of each entry that messages lack.
-        state: the reducer's new state.
+    Where their values differ from those of `x`, the residual keeps the difference, and `lost`, the
+    part of each entry that messages lack.
     """
     values = x.at[stream.indices].get(mode="fill", fill_value=0)
     # Shares of others' entries can overflow float32, and an inf would stay for ever.

@@ -88,9 +88,6 @@ def union_capacity(
 
     A `union_density` is the share of the blocks that there is room for. None: all that W workers
     can select.
-
-    >>> union_capacity(1000, 10, 0.05, None, workers=4), union_capacity(1000, 10, None, 0.1, 4)
-    (20, 10)
     """
     number = blocks.count(size, block_size)
     most = number
@@ -155,10 +152,7 @@ def contribution(
     indices: Int[Array, " capacity"],
     block_size: int,
 ) -> BlockStream:
-    """The blocks at `indices` that this worker selected. The other slots are zeros.
-
-    Where this worker sends nothing, its index is the number of blocks.
-    """
+    """The blocks at `indices` that this worker selected. Others are zeros, without an index."""
     own = selected.at[indices].get(mode="fill", fill_value=False)
     return blocks.from_dense(x, jnp.where(own, indices, selected.size), block_size)
 

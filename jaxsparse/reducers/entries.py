@@ -51,10 +51,7 @@ def conservation_of(codec: codecs.Codec) -> Conservation:
 def encode_entries(
     x: Float[Array, " d"], stream: SparseStream, codec: codecs.Codec, state: Any
 ) -> tuple[UInt32[Array, " words"], Kept]:
-    """The message of the distinct entries `stream` of `x`, and what stays; see `Gathered.encode`.
-
-    Where the codec saves no words, a dense array travels.
-    """
+    """The message of the entries `stream` of `x`, and what stays; see `Gathered.encode`."""
     message, lost = _format(stream.capacity, x.size, codec).pack_entries(stream)
     return message, keep_entries(x, stream, lost, state)
 

@@ -34,11 +34,8 @@ class Staged(Reducer):
 
     Skipped steps do not count, except with a delay, where they exchange, too. A branch gets a copy
     of the vector, so a step of DGC takes twice the memory with a warm-up: 8.5 d floats instead of
-    4.2.
-
-    Attributes:
-        stages: the reducers. Their states must have equal shapes and dtypes. A stage without state,
-            such as dense, leaves the others' state as it is.
+    4.2. The states of stages must have equal shapes and dtypes. A stage without state, such as
+    dense, leaves the others' state as it is.
     """
 
     stages: Stages[Reducer]
@@ -136,10 +133,7 @@ def in_stages(settings: T, make: Callable[[T], Reducer]) -> Reducer:
 
 
 def reducer_of(reducer: Any, place: str = "") -> Reducer:
-    """What a user's reducer stands for: `Staged` if it, or a setting of it, has stages.
-
-    It may be `Stages` of reducers. `place` says in errors where it was given.
-    """
+    """What a user's reducer, or `Stages` of them, stands for. `place` is for errors."""
     given = reducer.values if isinstance(reducer, Stages) else (reducer,)
     for one in given:
         if not isinstance(one, Reducer):

@@ -11,7 +11,10 @@
     slot_max        the largest of each of m random sets, without a threshold
     compact         the positions of a mask's True elements, for your own masks
 
-All have static sizes and work under jit, vmap and shard_map.
+All have static sizes and work under jit, vmap and shard_map. x is a float vector of d elements
+without NaN. float64 is ranked as float32. Seeds are integers below 2**32, and may be traced. A
+stream has distinct int32 indices, and the values of x there, in its dtype. An empty slot has index
+d and value 0.
 """
 
 from jaxsparse.arrays.settings import check_k

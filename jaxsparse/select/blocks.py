@@ -17,16 +17,8 @@ __all__ = ["block_top_k"]
 def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
     """The k blocks of largest l2 norm, exactly, in order of falling norm.
 
-    Of equal norms the lower block comes first. Only the norms are sorted: d / block_size numbers.
-    S2 Reducer (Ge et al., 2021), section 2.2: block-wise top-k.
-
-    Args:
-        x: float vector of d elements.
-        k: number of blocks to keep, 1 <= k <= ceil(d / block_size).
-        block_size: number of elements of a block. The last one may be shorter.
-
-    Returns:
-        Distinct int32 block numbers and the blocks, in the dtype of `x`.
+    Of equal norms the lower block comes first. The last block may be shorter than `block_size`.
+    Only the norms are sorted: d / block_size numbers. S2 Reducer (Ge et al., 2021), section 2.2.
 
     >>> block_top_k(jnp.float32([3, 3, 0, 4, 0, 0, -5]), 2, 2).indices.tolist()
     [3, 0]

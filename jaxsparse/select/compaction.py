@@ -61,7 +61,9 @@ def compact_ranked(
     enough: int | None = None,
     first: Int[Array, ""] | int = 0,
 ) -> Int[Array, " capacity"]:
-    """Positions of the first `capacity` elements of rank 0, then of rank 1, and so on.
+    """Positions of the first `capacity` elements of rank 0, increasing, then those of rank 1, ...
+
+    Slots without an element hold n.
 
     Args:
         x: n elements, n < 2**31.
@@ -72,10 +74,6 @@ def compact_ranked(
         enough: number of elements after which further ranks need not be looked for. A CPU stops
             there. None: the capacity.
         first: number of elements to leave out at the beginning of this order.
-
-    Returns:
-        The positions of rank 0, increasing, then those of rank 1, and so on. Slots without an
-        element hold n.
 
     >>> kind = jnp.array([1, 2, 0])
     >>> compact_ranked(kind, lambda kind, rank: kind == rank, 2, 3).tolist()
@@ -114,11 +112,7 @@ def first_of_ranges(
     key: Key = None,
     enough: int | None = None,
 ) -> Int[Array, " capacity"]:
-    """`compact_ranked` with ranges of keys (see `Key`) as ranks.
-
-    Rank 0 has the keys from the first bound on, rank 1 those from the next bound to the first, ...
-    The bounds fall.
-    """
+    """`compact_ranked` with ranges of keys as ranks, each from its bound to the one before."""
     lower = jnp.stack(bounds)
     length = jnp.concatenate([jnp.uint32([2**31]), lower[:-1]]) - lower
 
@@ -134,8 +128,7 @@ def compact_rows(
 ) -> tuple[Int[Array, "n capacity"], Int[Array, " n"]]:
     """Positions of the first `capacity` True elements of each row, and the number of all of them.
 
-    Positions within a row increase; slots without an element hold any number. The number of True
-    elements may exceed the capacity. `mask` has less than 2**31 elements.
+    Slots without an element hold any number. The number of True elements may exceed the capacity.
 
     >>> places, counts = compact_rows(jnp.array([[False, True, True], [True, False, False]]), 2)
     >>> places[0].tolist(), counts.tolist()
@@ -305,7 +298,7 @@ def _blocks_by_marks(
 
     The first slot holds element number `first`. Slots without an element get any block. Each block
     marks the slot where it begins. The number of blocks that have begun up to a slot tells the last
-    of them. It is the right one, because blocks without elements begin where the next one does.
+    of them: blocks without elements begin where the next one does.
     """
     ends = running_sum(counts, most=_BLOCK, total=len(counts) * _BLOCK)
     blocks = len(counts)

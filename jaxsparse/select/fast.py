@@ -48,7 +48,7 @@ _MAX_PER_SLOT = 2**_ID_BITS - 1
 def fast_top_k(
     x: Float[Array, " d"], k: int, *, seed: Integer[Array, ""] | int = 0
 ) -> SparseStream:
-    """Nearly the k entries of largest magnitude, without a sort.
+    """Nearly the k entries of largest magnitude, in no order, without a sort.
 
     Elements pass through at least 8 k slots, and each slot keeps its largest. So one of the k
     largest can lose its place to a larger one in its slot. On average over seeds about 6 % of them
@@ -59,16 +59,8 @@ def fast_top_k(
     another. Elements a stride apart meet with probability 1 / stride, and long runs in proportion
     to their length. Magnitudes within a relative 2**-15 of each other rank as equal.
 
-    If 16 k > d, each element has its own slot, and the k largest are found exactly. Of equal
-    magnitudes, the lower indices are kept. On CPU that is hardly faster than the sort in `top_k`.
-
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: number of entries to keep, 1 <= k <= d.
-        seed: seed of the slots' places, an integer below 2**32. It may be traced.
-
-    Returns:
-        Distinct int32 indices, in no order, and the values of `x` there, in its dtype.
+    If 16 k > d, the k largest are found exactly. Of equal magnitudes, the lower indices are kept.
+    On CPU that is hardly faster than the sort in `top_k`.
 
     >>> sorted(fast_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist())
     [1, 2]
@@ -126,13 +118,7 @@ def streaming_top_k(
     With fewer than two candidates per slot (16 k > size), each element has its own slot, and the
     answer is exact.
 
-    Args:
-        values: the vector's values.
-        size: number of elements of the vector, d.
-        tile: number of elements of a tile. The last one may be shorter.
-        k: number of indices, 1 <= k <= size.
-        seed: seed of the tiles' offsets.
-        like: arrays that `values` reads, for the replication type of the loop's carry.
+    `like` has the arrays that `values` reads, for the replication type of the loop's carry.
     """
     grid = _Grid.of(size, tile, k)
     shared = grid.per_group > 1

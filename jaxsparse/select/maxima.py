@@ -25,27 +25,18 @@ def slot_max(
 ) -> SparseStream:
     """The largest magnitude of each of m = `slots` random sets of about d / m elements.
 
-    It needs no threshold, fills every slot, and takes a pass over x. One of the m largest is kept
-    if it meets no larger one. The r-th largest is kept with probability about exp(-r / m). With m =
-    1 % of cubed normals, 85 % of the energy (sum of squares) of the m largest is kept.
-    `hash_extract` keeps 63 %, and `fast_top_k` keeps 99 % in about twice the time. After DRAGONN
-    (Wang et al., 2022), section 3.2, with the largest writer in place of the last.
+    It needs no threshold, fills every slot (maybe with a 0), and takes a pass over x. One of the m
+    largest is kept if it meets no larger one. The r-th largest is kept with probability about
+    exp(-r / m). With m = 1 % of cubed normals, 85 % of the energy (sum of squares) of the m largest
+    is kept. `hash_extract` keeps 63 %, and `fast_top_k` keeps 99 % in about twice the time. After
+    DRAGONN (Wang et al., 2022), section 3.2, with the largest writer in place of the last. The seed
+    needs to change from step to step, or the same elements meet at each.
 
     Rows of m elements are laid cyclically around the slots, each from a random slot. (Below 2**14
     slots, several rows make a tile, which is first laid around itself.) So elements of a row don't
     meet, and any others meet with probability 1 / m. Heavy regions of two rows meet as a whole.
     Magnitudes are ranked to a relative 2**-22 d / max(m, 2**14), or 2**-22 if that is more: 2**-15
     at a density of 1 % and 2**-12 at 0.1 %. Any of equal magnitudes may be kept.
-
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        slots: number of entries to keep, m, 1 <= m <= d.
-        seed: seed of the sets, an integer below 2**32. It may be traced. It needs to change from
-            step to step, or the same elements meet at each.
-
-    Returns:
-        m entries in the order of slots: distinct int32 indices, and the values of `x` there, in its
-        dtype. No slot is empty, but its value may be 0.
 
     >>> slot_max(jnp.array([1.0, -3.0, 2.0]), 1).values.tolist()
     [-3.0]

@@ -14,11 +14,7 @@ from jaxsparse.select.top_k import bisection_top_k, sampled_top_k, threshold_top
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """DGC's: the largest entries that reach a sampled threshold. See `select.sampled_top_k`.
-
-    Attributes:
-        samples: size of the sample. None: enough for the vector's size and k.
-    """
+    """DGC's: `select.sampled_top_k` with so many samples. None: enough for the size and k."""
 
     samples: int | None = None
 
@@ -32,11 +28,7 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class Bisection:
-    """MSTopk's: a bracket around the k-th largest. See `select.bisection_top_k`.
-
-    Attributes:
-        passes: number of trial thresholds.
-    """
+    """MSTopk's: `select.bisection_top_k` with so many passes."""
 
     passes: int = DEFAULT_PASSES
 

@@ -60,14 +60,10 @@ def hash_extract(
         threshold: least magnitude of an entry, t, a scalar. It is compared in float32, or in
             float64 if `x` is float64. It may be traced.
         slots: number of slots, m, 1 <= m <= d.
-        seed: seed of the hash, an integer below 2**32. It may be traced. It needs to change from
-            step to step, or the same entries lose their slots at each.
+        seed: seed of the hash. It needs to change from step to step, or the same entries lose their
+            slots at each.
         expected: number of elements that are expected to pass, 1 to d. It changes only the time: if
             more than twice as many pass, a CPU takes several times as long. None: m.
-
-    Returns:
-        m entries in the order of slots: distinct int32 indices, and the values of `x` there, in its
-        dtype. Empty slots have index d and value 0.
 
     >>> stream = hash_extract(jnp.array([1.0, -5.0, 3.0]), 4, 2)
     >>> sorted(stream.indices.tolist())
@@ -84,10 +80,7 @@ def counted_hash_extract(
     seed: Integer[Array, ""] | int = 0,
     expected: int | None = None,
 ) -> Extraction:
-    """`hash_extract`, and the number of elements that passed. A separate count takes longer.
-
-    Those that passed and are not in the stream lost their slots. For the arguments see
-    `hash_extract`.
+    """`hash_extract`, and the number of elements that passed, with those that lost their slots.
 
     >>> counted_hash_extract(jnp.array([1.0, -5.0, 4.0]), 4, 1).passed.item()
     2
@@ -109,11 +102,7 @@ def counted_hash_extract(
 def hash_slots(
     indices: Integer[Array, " n"], slots: int, seed: Integer[Array, ""] | int = 0
 ) -> Int[Array, " n"]:
-    """The slot h(i) below `slots` that `hash_extract` writes element i into, for each index i.
-
-    >>> sorted(set(hash_slots(jnp.arange(50), 3).tolist()))
-    [0, 1, 2]
-    """
+    """The slot h(i) below `slots` that `hash_extract` writes element i into, for each index i."""
     return bounded(keyed(as_uint32(indices), combine(check_seed(seed))), slots).astype(jnp.int32)
 
 
@@ -138,10 +127,7 @@ def _extract(
     like: tuple[Array, ...],
     room: int,
 ) -> Extraction:
-    """`counted_hash_extract` with any hash, `slot_of`. For `like` see `zeros`.
-
-    A CPU compacts `room` elements at most before it hashes them.
-    """
+    """`counted_hash_extract` with any hash, `slot_of`. A CPU hashes `room` elements at most."""
 
     def write(held: Array, indices: Array, chosen: Array) -> Array:
         slot = jnp.where(chosen, slot_of(indices), slots)

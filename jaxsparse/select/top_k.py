@@ -55,22 +55,14 @@ def sampled_top_k(
     samples: int | None = None,
     seed: Integer[Array, ""] | int = 0,
 ) -> SparseStream:
-    """At most k entries of large magnitude, by a sampled threshold (DGC's selection).
+    """At most k entries of large magnitude, in no order, by a sampled threshold (DGC's selection).
 
     About 5/4 k elements reach the threshold. With the default sample, at least k nearly always do.
-    The k largest of these are kept (the "hierarchical" step). There is room for 2 k of them. It
-    goes first to those above the threshold, and then to those at it.
+    The k largest of these are kept (the "hierarchical" step), but never a zero. There is room for 2
+    k of them. It goes first to those above the threshold, and then to those at it.
 
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: number of slots, 1 <= k <= d.
-        samples: see `sampled_threshold`. If that is all of `x`, the result is the k largest. Of
-            equal magnitudes, the lower indices are kept.
-        seed: see `sampled_threshold`.
-
-    Returns:
-        Distinct int32 indices, in no order, and the values of `x` there, in its dtype. Zeros are
-        never selected. Slots without an entry have index d and value 0.
+    If the `samples` of `sampled_threshold` are all of `x`, the result is the k largest. Of equal
+    magnitudes, the lower indices are kept.
 
     >>> sampled_top_k(jnp.array([1.0, -3.0, 0.0]), 3).indices.tolist()
     [0, 1, 3]
@@ -85,21 +77,16 @@ def sampled_top_k(
 def threshold_top_k(
     x: Float[Array, " d"], k: int, *, seed: Integer[Array, ""] | int = 0
 ) -> SparseStream:
-    """The k entries of largest magnitude, exactly, without sorting the vector.
+    """The k entries of largest magnitude, exactly and in no order, without sorting the vector.
+
+    Zeros are never selected. Of equal magnitudes, the lower indices are kept. The seed has no
+    influence on the result.
 
     A sampled threshold picks somewhat more than k candidates, and bisection finds the k-th largest
     of these. A count tells if the sample was off: fewer than k candidates, or more than 2 k. With
     random data that is about 1 in 100 samples. The whole vector is then bisected, which is four
     times the work. Under `vmap` all vectors are bisected whether or not their samples were off.
     Vectors of up to 16,384 elements are sorted, and those of up to 4 k bisected at once.
-
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: number of slots, 1 <= k <= d.
-        seed: seed of the sample, which has no influence on the result. It may be traced.
-
-    Returns:
-        As of `sampled_top_k`. Of equal magnitudes, the lower indices are kept.
 
     >>> sorted(threshold_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist())
     [1, 2]
@@ -192,16 +179,8 @@ def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASS
 
     It keeps all entries that reach the upper end of `bisection_threshold`. The remaining slots go
     to entries that reach only the lower end, lowest indices first. Entries that are left out are
-    larger than these by a factor of at most upper / lower.
-
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: number of entries to keep, 1 <= k <= d.
-        passes: see `bisection_threshold`. From 32 on, the result is exactly the k largest. Of equal
-            magnitudes, the lower indices are kept.
-
-    Returns:
-        Exactly k distinct int32 indices, and the values of `x` there, in its dtype.
+    larger than these by a factor of at most upper / lower. With 32 `passes` or more, the result is
+    exactly the k largest, of equal ones the lower indices. No slot is empty.
 
     >>> bisection_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
     [1, 2]

@@ -30,15 +30,11 @@ def encode_blocks(
 ) -> Float[Array, "rows cols"]:
     """Sketches a block-sparse vector: to rounding, `encode` of the dense vector it stands for.
 
-    A block is a tile of the sketch. Each row adds it to consecutive columns, from a random offset.
-    On a GPU sums are taken in any order, by atomic additions: see `encode`. That concerns a
-    worker's own sketch alone. Replicas decode one sum of all sketches, and so stay equal. S2
-    Reducer (Ge et al., 2021), Alg. 1, lines 3-7.
+    A block is a tile of the sketch: spec.tile_size is the stream's block_size. Slots of zeros add
+    nothing. S2 Reducer (Ge et al., 2021), Alg. 1, lines 3-7.
 
-    Args:
-        stream: k blocks in float32, bfloat16 or float16. Sums are float32.
-        spec: rows, cols, default seed, and a tile_size that is the stream's block_size.
-        seed: see `encode`.
+    On a GPU sums are taken in any order, by atomic additions: see `encode`. That concerns a
+    worker's own sketch alone. Replicas decode one sum of all sketches, and so stay equal.
 
     >>> stream = BlockStream(jnp.array([7]), jnp.ones((1, 4)))
     >>> encode_blocks(stream, SketchSpec(rows=1, cols=8, tile_size=4)).shape
@@ -88,13 +84,8 @@ def decode_blocks(
 ) -> BlockStream:
     """Estimates some blocks, bitwise as `decode` does. S2 Reducer, Alg. 1, lines 10-15.
 
-    Args:
-        table: sketch from `encode_blocks`, `encode`, or a sum of such ones.
-        spec: spec that it was encoded with. Its tiles are the blocks.
-        indices: indices of blocks, int32[n].
-        count: number of blocks. Indices from it on mark empty slots, which get zeros. None: no
-            slots are empty.
-        seed: seed that it was encoded with. None: spec.seed.
+    Indices from `count` on, the number of blocks, mark empty slots, which get zeros. With None no
+    slots are empty.
 
     >>> stream = BlockStream(jnp.array([7]), jnp.ones((1, 4)))
     >>> spec = SketchSpec(rows=1, cols=8, tile_size=4)

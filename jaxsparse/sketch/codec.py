@@ -1,10 +1,7 @@
 """Linear maps between a vector and its count sketch: encode, merge, decode, l2 norm.
 
-Encoding adds tiles at random places instead of scattering elements, so that memory is read in
-runs. Elements of one tile never collide. Elements of two tiles collide with probability 1 / cols,
-or never (see `tiles`). The size of a tile depends on the spec alone, because `decode_at` does not
-know the vector's size. Signs are per element, because signs per tile would bias the l2 norm of
-constant data.
+The size of a tile depends on the spec alone, because `decode_at` does not know the vector's size.
+Signs are per element, because signs per tile would bias the l2 norm of constant data.
 """
 
 import functools
@@ -36,16 +33,13 @@ def encode(
 ) -> Float[Array, "rows cols"]:
     """Sketches a vector, linearly: sketches of x and y sum to the sketch of x + y, to rounding.
 
+    x has 1 <= d < 2**31 elements of float32, bfloat16 or float16. Sums are float32. The seed is
+    traced, so that fresh hashes each step need no new trace. Sketched-SGD (Ivkin et al., 2019),
+    section 3 and appendix C.
+
     On a GPU each column is a sum in one order, without atomic additions. With a `tile_size` of
     one's own sums are taken in any order, so the last bits may differ from run to run (unless
-    `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which takes longer). Sketched-SGD (Ivkin et al.,
-    2019), section 3 and appendix C.
-
-    Args:
-        x: vector of d elements, 1 <= d < 2**31, in float32, bfloat16 or float16. Sums are float32.
-        spec: rows, cols, tile size and default seed of the sketch.
-        seed: seed of the hashes. It is traced, so that fresh hashes each step need no new trace.
-            None: spec.seed.
+    `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which takes longer).
 
     >>> encode(jnp.ones(100), SketchSpec(rows=5, cols=20)).shape
     (5, 20)
@@ -106,15 +100,9 @@ def merge(*tables: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
 def decode(
     table: Float[Array, "rows cols"], spec: SketchSpec, size: int, *, seed: Seed = None
 ) -> Float[Array, " size"]:
-    """Estimates all coordinates: the median over rows of sign times column.
+    """Estimates all coordinates of a vector of `size` elements: the median over rows.
 
     With an even number of rows it is the average of the two middle ones. Sketched-SGD, appendix C.
-
-    Args:
-        table: sketch, float32[rows, cols], from `encode` or a sum of such sketches.
-        spec: spec that it was encoded with.
-        size: number of elements of the vector that was encoded, d.
-        seed: seed that it was encoded with. None: spec.seed.
 
     >>> spec = SketchSpec(rows=3, cols=8)
     >>> decode(encode(jnp.array([0.0, 7.0]), spec), spec, 2)[1].item()

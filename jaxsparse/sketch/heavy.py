@@ -35,24 +35,13 @@ def heavy_hitters(
     key: Key[Array, ""] | None = None,
     seed: Seed = None,
 ) -> tuple[Int[Array, " k"], Float[Array, " k"]]:
-    """Finds k distinct coordinates with large estimates: the same ones from the same table.
+    """Finds k distinct coordinates with large estimates, in no order, and `decode_at` of them.
 
     "top_k" takes nearly the k largest magnitudes (Alg. 3's selection): see `fast_top_k`, which
     passes values through slots likewise. Where 16 k > size the result is exact. "heavymix" (Alg. 1)
     keeps the heavy ones among these k, those with |estimate| >= l2 / sqrt(k), and draws the others
-    uniformly from all that are not heavy. Sketched-SGD, Alg. 1 (HEAVYMIX) and section 4.
-
-    Args:
-        table: sketch, float32[rows, cols].
-        spec: spec that it was encoded with.
-        size: number of elements of the vector that was encoded, d.
-        k: number of coordinates, 1 <= k <= size.
-        rule: "top_k" or "heavymix".
-        key: JAX random key, the same on all workers. "heavymix" needs it.
-        seed: seed that the table was encoded with. None: spec.seed.
-
-    Returns:
-        Distinct int32 indices, in no particular order, and `decode_at` of them.
+    uniformly from all that are not heavy. It needs a random key, the same on all workers.
+    Sketched-SGD, Alg. 1 (HEAVYMIX) and section 4.
 
     >>> from jaxsparse.sketch import encode
     >>> spec, x = SketchSpec(rows=3, cols=8), jnp.array([0.0, 7.0, 0.0, 0.0])

@@ -92,10 +92,6 @@ class PowerSGD(MatrixReducer, SeededReducer):
             two.
         min_compression_rate: least ratio of a matrix's elements to its factors'. A matrix is
             compressed if r (n + m) times this is below n m.
-        stacked: a regular expression. A leaf (L, ..., n, m) whose key path contains a match is a
-            stack of L matrices, one for each layer of a scanned model. By default "layers",
-            "blocks" and names that begin with "scan" or "stack" match, where no number follows.
-            None: there are no stacks.
         seed: seed of the first vectors, and of those that replace zeros.
 
     Example:
@@ -125,11 +121,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         return "to group rounding"
 
     def rank_of(self, matrix: Matrix) -> int:
-        """The rank of a matrix's factors, or 0 if it travels whole.
-
-        >>> [PowerSGD(rank=4).rank_of(Matrix(1, n, n)) for n in (64, 8)]
-        [4, 0]
-        """
+        """The rank of a matrix's factors, or 0 if it travels whole."""
         rank = min(current(self.rank) or 0, matrix.rows, matrix.columns)
         elements = rank * (matrix.rows + matrix.columns)
         is_smaller = elements * self.min_compression_rate < matrix.rows * matrix.columns
@@ -171,10 +163,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         return Sums(self._united(sums), x.size), Kept(self._united(residuals), None, state)
 
     def _full(self, x: Array, state: PowerState, axis_name: str | None) -> "_Half":
-        """Both halves of an iteration: left factors from right ones, then right from left ones.
-
-        The residual is the part of the matrix that the mean lacks, as published.
-        """
+        """Left factors from right ones, then right ones. The residual is what the mean lacks."""
         matrices, _ = self._divided(x)
         own = [_project(a, basis, 1) for a, basis in zip(matrices, self._bases(x.size, state, 1))]
         totals = [_checked(total)[0] for total in _psum(own, axis_name)]
@@ -183,11 +172,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         return half._replace(own=half.mean)
 
     def _half(self, x: Array, state: PowerState, *, axis_name: str | None, given: Side) -> "_Half":
-        """Makes the other factors from the `given` ones.
-
-        The residual is the part of the matrix that this worker's own factors lack, as in epfml's
-        code.
-        """
+        """Makes the other factors from the `given` ones. The residual is what own factors lack."""
         matrices, others = self._divided(x)
         bases = self._bases(x.size, state, given)
         own = [_project(a, basis, given) for a, basis in zip(matrices, bases)]

@@ -118,11 +118,7 @@ class S2(BlockReducer, SeededReducer):
         return "in expectation"
 
     def plan(self, size: int, workers: int) -> SketchSizes:
-        """The sizes of an exchange of `size` elements among `workers`.
-
-        >>> S2(block_size=8, density=0.25).plan(800, workers=2)
-        SketchSizes(selected=25, capacity=50, cols=175)
-        """
+        """The sizes of an exchange of `size` elements among `workers`."""
         count = blocks.count(size, self.block_size)
         capacity = union_capacity(size, self.block_size, self.density, self.union_density, workers)
         selected = capacity

@@ -27,13 +27,7 @@ _CALLEES = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array of an HLO type.
-
-    Attributes:
-        dtype: XLA's name, for example `bf16` or `pred`.
-        dims: the extent of each dimension. A bounded dynamic dimension has its bound.
-        bits: number of bits of one element in memory.
-    """
+    """One array of an HLO type. `dtype` is XLA's name; an element has `bits` in memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -51,12 +45,8 @@ class Shape:
 class Instruction:
     """One line of HLO, split but not interpreted.
 
-    Attributes:
-        name: the name without the leading `%`.
-        type: the result's type, as printed.
-        opcode: the opcode, for example `all-reduce-start`.
-        arguments: the text between the parentheses, split at its commas.
-        attributes: the text behind the closing parenthesis.
+    `type` is the result's, as printed. `arguments` is the text between the parentheses, split at
+    its commas, and `attributes` the text behind them.
     """
 
     name: str
@@ -166,8 +156,8 @@ class Module:
     def source(self, instruction: Instruction) -> str:
         """The innermost file and line that an instruction stems from, or an empty string.
 
-        The metadata say it, or refer to a table of stack frames before the first computation; XLA
-        versions differ in that.
+        XLA versions differ in whether the metadata say it, or refer to a table before the
+        computations.
         """
         if frame := re.search(r"\bstack_frame_id=(\d+)", instruction.structure):
             return self.frames.get(frame[1], "")
@@ -177,11 +167,7 @@ class Module:
 
 
 def parse_type(text: str) -> tuple[Shape, ...]:
-    """Splits a printed HLO type into its arrays. Tokens and opaque values have no bytes.
-
-    >>> [(str(shape), shape.nbytes) for shape in parse_type("(f32[2,3]{1,0}, s4[3]{0:E(4)})")]
-    [('f32[2,3]', 24), ('s4[3]', 2)]
-    """
+    """Splits a printed HLO type into its arrays. Tokens and opaque values have no bytes."""
     return tuple(
         _shape(*leaf) for leaf in _LEAF.findall(text) if leaf[0] not in ("token", "opaque")
     )

@@ -173,8 +173,7 @@ class WireBytes:
     def across(self, axis_name: str) -> WireBytes:
         """The bytes of the collectives that cross a mesh axis, such as those between hosts.
 
-        A collective crosses an axis if two members of one of its groups differ along it. In a
-        conditional, the branch that is dearest across this axis counts.
+        In a conditional, the branch that is dearest across this axis counts.
         """
         check_axis(self.axis_names, axis_name)
         return self._only(lambda c: axis_name in c.axes)
