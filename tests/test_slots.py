@@ -11,7 +11,7 @@ import reference_slots as reference
 from workers import few, on_workers, some
 
 from jaxsparse.select import slots
-from jaxsparse.select.maxima import slot_max
+from jaxsparse.select.fast import slot_max
 from jaxsparse.select.slots import counted_hash_extract, hash_extract, hash_slots
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]

@@ -20,11 +20,11 @@ from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields, words
 from jaxsparse.arrays.platforms import zeros
 from jaxsparse.arrays.settings import static_int
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs.ranges import sorter
+from jaxsparse.codecs.codec import sorter
 from jaxsparse.select.compaction import running_sum
 
 
-class _Layout(NamedTuple):
+class _IndexBits(NamedTuple):
     """The parts of a message's indices, in bits."""
 
     low: int  # bits of an index that travel as they are
@@ -192,16 +192,16 @@ def _placed(
     return padded.at[places + 1].add(values, mode="drop")[1:]
 
 
-def _highs(layout: _Layout, size: int) -> int:
+def _highs(layout: _IndexBits, size: int) -> int:
     """The number of values that high bits have."""
     return -(-size >> layout.low)
 
 
-def _layout(capacity: int, size: int) -> _Layout:
+def _layout(capacity: int, size: int) -> _IndexBits:
     """The number of low bits with the shortest indices, and of these the one with fewest high bits.
 
     >>> _layout(512, 4096), _layout(64, 4096), _layout(5, 0)
-    (_Layout(low=3, bitmap=1024), _Layout(low=6, bitmap=128), _Layout(low=0, bitmap=5))
+    (_IndexBits(low=3, bitmap=1024), _IndexBits(low=6, bitmap=128), _IndexBits(low=0, bitmap=5))
     """
-    layouts = [_Layout(low, capacity + -(-size >> low)) for low in reversed(range(32))]
+    layouts = [_IndexBits(low, capacity + -(-size >> low)) for low in reversed(range(32))]
     return min(layouts, key=lambda one: words(one.bitmap) + field_words(capacity, one.low))

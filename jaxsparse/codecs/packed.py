@@ -8,7 +8,7 @@ from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 from jaxsparse.arrays.bits import float_bits, from_float_bits
 from jaxsparse.arrays.magnitude import rounded
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs.ranges import sorter
+from jaxsparse.codecs.codec import sorter
 
 # Entries in a range of this many elements have equal upper bits of their indices.
 _RANGE = 2**16

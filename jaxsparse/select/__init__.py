@@ -18,11 +18,9 @@ d and value 0.
 """
 
 from jaxsparse.arrays.settings import check_k
-from jaxsparse.select.blocks import block_top_k
 from jaxsparse.select.compaction import compact
-from jaxsparse.select.fast import fast_top_k
+from jaxsparse.select.fast import fast_top_k, slot_max
 from jaxsparse.select.groups import group_top_k
-from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.selection import Bisection, Sampled
 from jaxsparse.select.slots import (
     Extraction,
@@ -31,7 +29,13 @@ from jaxsparse.select.slots import (
     hash_slots,
 )
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
-from jaxsparse.select.top_k import bisection_top_k, sampled_top_k, threshold_top_k, top_k
+from jaxsparse.select.top_k import (
+    bisection_top_k,
+    block_top_k,
+    sampled_top_k,
+    threshold_top_k,
+    top_k,
+)
 
 __all__ = [
     "Bisection",

@@ -2,11 +2,8 @@
 
 DRAGONN (section 3.1) hashes places because a running count of what passes is slow. A GPU does so
 here. A CPU first compacts what passes and hashes only that, because a write that is dropped takes
-it as long as any other. On both, a compaction alone takes less time today
-(`benchmarks/selection.py`).
-
-Elements that share a slot contend for it, and the losers are left out. With a fresh seed at each
-step, other elements contend, so that none loses for ever.
+it as long as any other. Elements that share a slot contend for it, and the losers are left out.
+With a fresh seed at each step, other elements contend, so that none loses for ever.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The k largest elements, by a sort or, in no order, by a threshold.
+"""The k largest elements or blocks, by a sort or, in no order, by a threshold.
 
 Exact top-k takes two thresholds. One from a sample lets about 7/5 k candidates pass. The other is
 exact, and is found bit by bit among these. A count tells when the sample was off.
@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
+from jaxsparse.arrays import blocks
+from jaxsparse.arrays.blocks import BlockStream
+from jaxsparse.arrays.magnitude import norms
 from jaxsparse.arrays.platforms import magnitude_bits, to_bits, zeros
 from jaxsparse.arrays.settings import check_k, check_seed, check_vector
 from jaxsparse.arrays.stream import SparseStream, from_dense
@@ -24,7 +27,7 @@ from jaxsparse.select.thresholds import (
     sampled_threshold,
 )
 
-__all__ = ["bisection_top_k", "sampled_top_k", "threshold_top_k", "top_k"]
+__all__ = ["bisection_top_k", "block_top_k", "sampled_top_k", "threshold_top_k", "top_k"]
 
 # Largest number of elements to sort. Sorting them takes less time than compiling anything else.
 _SORTED = 2**14
@@ -46,6 +49,30 @@ def top_k(x: Float[Array, " d"], k: int) -> SparseStream:
 def _top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     _, indices = jax.lax.top_k(jnp.abs(x), k)
     return SparseStream(indices, x[indices])
+
+
+def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
+    """The k blocks of largest l2 norm, exactly, in order of falling norm.
+
+    Of equal norms the lower block comes first. The last block may be shorter than `block_size`.
+    Only the norms are sorted: d / block_size numbers. S2 Reducer (Ge et al., 2021), section 2.2.
+
+    >>> block_top_k(jnp.float32([3, 3, 0, 4, 0, 0, -5]), 2, 2).indices.tolist()
+    [3, 0]
+    """
+    check_vector("x", x)
+    block_size = blocks.check_block_size(block_size)
+    count = blocks.count(x.size, block_size)
+    limit = f"{count}, the number of blocks of {block_size} in {x.size} elements"
+    return _block_top_k(x, check_k(k, count, limit), block_size)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "block_size"))
+def _block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
+    rows = blocks.rows(x.astype(jnp.float32), block_size)
+    # Root mean squares have the order of norms, and do not overflow.
+    _, indices = jax.lax.top_k(norms(rows, reduce=jnp.mean), k)
+    return blocks.from_dense(x, indices, block_size)
 
 
 def sampled_top_k(

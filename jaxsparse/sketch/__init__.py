@@ -16,8 +16,15 @@ sending x dense costs no more than sending its sketch.
 Where x has few non-zero blocks, `encode_blocks` and `decode_blocks` do the same for these alone.
 """
 
-from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
-from jaxsparse.sketch.codec import decode, decode_at, encode, l2_norm, merge
+from jaxsparse.sketch.codec import (
+    decode,
+    decode_at,
+    decode_blocks,
+    encode,
+    encode_blocks,
+    l2_norm,
+    merge,
+)
 from jaxsparse.sketch.heavy import heavy_hitters
 from jaxsparse.sketch.tiles import SketchSpec
 

@@ -15,7 +15,7 @@ from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, SeededReducer, Sums
 from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
-from jaxsparse.select.maxima import slot_max
+from jaxsparse.select.fast import slot_max
 from jaxsparse.select.slots import hash_extract
 from jaxsparse.select.thresholds import check_samples, sampled_threshold
 from jaxsparse.systems.table import system
@@ -52,11 +52,9 @@ class Dragonn(Gathered, SeededReducer):
     threshold and one set of slots; the paper compresses each tensor by itself.
 
     A worker receives 2 m (W - 1) words a step in COO, as with `top_k`, and "hash" fills about 63 %
-    of the slots. The paper hashes because counting what passes a threshold was slow (section 3.1).
-    With XLA, compacting what passes takes less time than hashing it, on CPUs and on an NVIDIA H100
-    (`benchmarks/results/kernels.md`), and leaves no slot empty. So `dgc`, which has the same
-    threshold, sends more of the large entries in the same words. "slot_max" takes about as long as
-    a compaction.
+    of the slots. With XLA, compacting what passes takes less time than hashing it, and leaves no
+    slot empty. So `dgc`, which has the same threshold, sends more of the large entries in the same
+    words (`benchmarks/results/kernels.md`). "slot_max" takes about as long as a compaction.
 
     The received bytes grow with the number of workers, so it suits few workers (up to about sqrt(1
     / density)), large tensors and slow links. With
@@ -64,9 +62,9 @@ class Dragonn(Gathered, SeededReducer):
     save more time on the network than selection and decoding cost.
 
     If several entries above the threshold share a slot, the worker sends one. The others stay in
-    the residual, as entries below the threshold do. `info.overflow` does not count them, because
-    they lose by chance, as the method has it, and not for want of room. Hashes differ at each
-    exchange and between workers, so no entry loses for ever, or everywhere.
+    the residual, and `info.overflow` does not count them: they lose by chance, and not for want of
+    room. Hashes differ at each exchange and between workers, so no entry loses for ever, or
+    everywhere.
 
     Args:
         density: m as a share of each bucket's elements, in (0, 1], or a warm-up

@@ -23,7 +23,7 @@ from jaxsparse.reducers.blocks import (
     union_capacity,
 )
 from jaxsparse.select.compaction import compact
-from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
+from jaxsparse.sketch.codec import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
 from jaxsparse.systems.block_sparse import OmniReduce
 from jaxsparse.systems.dense import Dense
