@@ -17,7 +17,7 @@ from jaxsparse.quantize.formats import (
 from jaxsparse.quantize.packing import pack as pack, unpack as unpack
 from jaxsparse.quantize.qsgd import QSGD as QSGD
 from jaxsparse.quantize.quantizer import (
-    Quantized as Quantized,
+    QuantizedVector as QuantizedVector,
     Quantizer as Quantizer,
     check_feedback as check_feedback,
     dequantize as dequantize,
@@ -31,7 +31,7 @@ __all__ = [
     "EntryValues",
     "Format",
     "FormatName",
-    "Quantized",
+    "QuantizedVector",
     "Quantizer",
     "Scale",
     "check_feedback",

@@ -1,9 +1,8 @@
 """Values in a number format of 1 to 16 bits, relative to scales that a group of values shares.
 
-`QSGD` has more choices for integers, from its paper: stochastic rounding and the norm as a scale.
-The formats here are those of today's all-reduces (torchft, INTELLECT-1's prime, ZeRO++,
-Streaming DiLoCo). They are deterministic, so that a residual can keep the error, and their scales
-are short, too.
+These are the formats of today's all-reduces (torchft, INTELLECT-1's prime, ZeRO++, Streaming
+DiLoCo). They are deterministic, so that a residual can keep the error, and their scales are short,
+too. `QSGD` has stochastic rounding and the norm as a scale.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from jaxsparse.quantize import means
 from jaxsparse.quantize.packing import digit_words, pack, pack_digits, unpack, unpack_digits
 from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
-    Quantized,
+    QuantizedVector,
     check_group_size,
     cut,
     in_groups,
@@ -48,23 +47,23 @@ FormatName = Literal[
 Scale = Literal["float32", "bfloat16", "e8m0"]
 
 
-class _Values(NamedTuple):
+class _NumberFormat(NamedTuple):
     bits: float
     largest: int | None  # None: values need no scale, or their scales are means
     dtype: DTypeLike | None = None  # dtype of floats, if JAX has one
 
 
 _VALUES = {
-    "int8": _Values(8, 127),
-    "int4": _Values(4, 7),
-    "int2": _Values(2, None),
-    "ternary": _Values(1.6, None),
-    "sign": _Values(1, None),
-    "e3m0": _Values(4, 64),
-    "float8_e4m3fn": _Values(8, 448, jnp.float8_e4m3fn),
-    "float8_e5m2": _Values(8, 57344, jnp.float8_e5m2),
-    "bfloat16": _Values(16, None, jnp.bfloat16),
-    "float16": _Values(16, 65504, jnp.float16),
+    "int8": _NumberFormat(8, 127),
+    "int4": _NumberFormat(4, 7),
+    "int2": _NumberFormat(2, None),
+    "ternary": _NumberFormat(1.6, None),
+    "sign": _NumberFormat(1, None),
+    "e3m0": _NumberFormat(4, 64),
+    "float8_e4m3fn": _NumberFormat(8, 448, jnp.float8_e4m3fn),
+    "float8_e5m2": _NumberFormat(8, 57344, jnp.float8_e5m2),
+    "bfloat16": _NumberFormat(16, None, jnp.bfloat16),
+    "float16": _NumberFormat(16, 65504, jnp.float16),
 }
 _SCALE_BITS = {"float32": 32, "bfloat16": 16, "e8m0": 8}
 _INFINITY = 0x7F800000  # bits of float32
@@ -158,12 +157,12 @@ class Format:
 
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""], size: int
-    ) -> Quantized:
+    ) -> QuantizedVector:
         del key
         if self.name in means.BASES:
             codes, levels = means.encoded(in_groups(x, self.group_size), self.name, count)
             scales = self._as_scales(levels.reshape(-1), up=False, highest=LARGEST)
-            return Quantized(pack_digits(codes, means.BASES[self.name], size), scales)
+            return QuantizedVector(pack_digits(codes, means.BASES[self.name], size), scales)
         bits, scales = int(self.bits), self._scales_of(x)  # padding with zeros changes no maximum
         if self._is_integer:
             limit = _VALUES[self.name].largest
@@ -176,9 +175,9 @@ class Format:
         else:
             values = x if not self.scale_bits else self._relative(x, scales)
             packed = pack_fields(float_bits(within(values, self._dtype), self._dtype), bits)
-        return Quantized(cut(packed, field_words(size, bits)), scales)
+        return QuantizedVector(cut(packed, field_words(size, bits)), scales)
 
-    def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
+    def dequantize(self, quantized: QuantizedVector, size: int) -> Float[Array, " size"]:
         words, bits = quantized.words, int(self.bits)
         if self.name in means.BASES:
             codes = unpack_digits(words, means.BASES[self.name], size)

@@ -19,10 +19,9 @@ _DIGITS = {2: 32, 3: 20, 4: 16}  # digits in a word, by their base: 3**20 < 2**3
 
 @functools.partial(jax.jit, static_argnames="bits")
 def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
-    """Packs small integers in two's complement. The first takes the lowest bits of a word.
+    """Packs small integers of 2, 4 or 8 bits in two's complement, modulo 2**bits.
 
-    Integers have 2, 4 or 8 bits, and larger ones are taken modulo 2**bits. Zeros fill the last
-    word.
+    The first takes the lowest bits of a word. Zeros fill the last word.
 
     >>> [hex(word) for word in pack(jnp.array([1, -1, 7]), 4).tolist()]
     ['0x7f1']
@@ -63,17 +62,14 @@ def digit_words(size: int, base: int) -> int:
 
 
 def pack_digits(digits: UInt8[Array, "..."], base: int, size: int) -> UInt32[Array, " words"]:
-    """Packs digits, as many in a word as fit. Digit j of word w is element j * words + w.
+    """Packs digits to base 2, 3 or 4. Digit j of word w is element j * words + w.
 
     Neighbours are in neighbouring words, as in `arrays.bits.pack_bits`, which vectorises. A word is
     a fraction of 2**32. Times the base, what overflows is the first digit, and what stays is the
     fraction of the others. So no digit takes a division.
 
-    Args:
-        digits: uint8 of any shape, each below `base`. Pass the shape in which they are computed: in
-            another one, XLA looks for the place of each by a division.
-        base: 2, 3 or 4.
-        size: number of digits to pack, d. The others are left out.
+    Pass digits in the shape in which they are computed: in another one, XLA looks for the place of
+    each by a division. Those behind the first `size` are left out.
     """
     count, words = _DIGITS[base], digit_words(size, base)
     join = lambda number, plane: number * jnp.uint32(base) + plane.astype(jnp.uint32)

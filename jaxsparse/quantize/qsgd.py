@@ -1,8 +1,7 @@
 """QSGD quantisation (Alistarh et al., 2017).
 
-Values are cut into groups with one scale each. A value v becomes the integer level s v / scale,
-rounded into -s .. s with s = 2**(bits - 1) - 1. With a key the rounding is stochastic, so that
-E[Q(v)] = v; without one it is to nearest.
+A value v becomes the integer level s v / scale, rounded into -s .. s with s = 2**(bits - 1) - 1.
+With a key the rounding is stochastic, so that E[Q(v)] = v; without one it is to nearest.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from jaxsparse.arrays.hashing import keyed
 from jaxsparse.arrays.magnitude import LARGEST, SMALLEST, largest_magnitude, norms, shares_of
 from jaxsparse.quantize.packing import check_bits, pack, unpack
 from jaxsparse.quantize.quantizer import (
-    Quantized,
+    QuantizedVector,
     check_group_size,
     cut,
     in_groups,
@@ -66,16 +65,15 @@ class QSGD:
         """The factor f in E||Q(x) - x||^2 <= f ||x||^2, for any x.
 
         Let D = scale / s. With stochastic rounding, a value v in the first cell has error variance
-        v (D - v). A value in a further cell has that of its remainder, D^2 / 4 at most. With
-        rounding to nearest, the squared error is at most min(v^2, D^2 / 4). The maxima of the sums
-        over a group are
+        v (D - v), and one in a further cell D^2 / 4 at most. With rounding to nearest, the squared
+        error is at most min(v^2, D^2 / 4). The maxima of the sums over a group are
 
                     stochastic                              to nearest
             max     (sqrt(1 + (B - 1) / s^2) - 1) / 2       (B - 1) / (B - 1 + 4 s^2)
             l2      sqrt(B) / s - 1, B / (4 s^2) below 1    min(1, B / (4 s^2))
 
-        Under "max" the largest value has no error, and the others can attain the worst case. QSGD's
-        Lemma 3.1, min(B / s^2, sqrt(B) / s) for l2, is looser.
+        Under "max" the largest value has no error. QSGD's Lemma 3.1, min(B / s^2, sqrt(B) / s) for
+        l2, is looser.
 
         >>> QSGD(bits=8, scale="l2").error_bound() < 0.016
         True
@@ -131,7 +129,7 @@ class QSGD:
 
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""], size: int
-    ) -> Quantized:
+    ) -> QuantizedVector:
         """To nearest, ties go to even, and |v - Q(v)| <= |v| for every value."""
         del count  # padding with zeros changes neither maximum nor norm
         groups = in_groups(x, self.group_size)
@@ -157,9 +155,11 @@ class QSGD:
             level += up.astype(jnp.float32)
         level = jnp.minimum(level, self.levels).astype(jnp.int32)
         packed = pack(jnp.where(x < 0, -level, level), self.bits)
-        return Quantized(cut(packed, field_words(size, self.bits)), jnp.where(empty, 0, scales))
+        return QuantizedVector(
+            cut(packed, field_words(size, self.bits)), jnp.where(empty, 0, scales)
+        )
 
-    def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
+    def dequantize(self, quantized: QuantizedVector, size: int) -> Float[Array, " size"]:
         levels = unpack(quantized.words, self.bits, size).astype(jnp.float32)
         # Shares are at most 1, so the product does not overflow.
         return levels / self.levels * repeated(quantized.scales, self.group_size, size)

@@ -14,7 +14,7 @@ from jaxsparse.arrays.settings import check_size, static_int
 
 __all__ = [
     "SCALE_SHIFTS",
-    "Quantized",
+    "QuantizedVector",
     "Quantizer",
     "check_feedback",
     "check_group_size",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class Quantized(NamedTuple):
+class QuantizedVector(NamedTuple):
     """A quantised vector. Only `words` and `scales` travel."""
 
     words: UInt32[Array, " words"]  # all values, a few bits each
@@ -67,7 +67,7 @@ class Quantizer(Protocol):
 
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""], size: int
-    ) -> Quantized:
+    ) -> QuantizedVector:
         """See the function `quantize`. `x` is float32 and checked.
 
         If it is longer than a group, it has whole groups, with zeros behind its first `size`
@@ -75,7 +75,7 @@ class Quantizer(Protocol):
         """
         ...
 
-    def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
+    def dequantize(self, quantized: QuantizedVector, size: int) -> Float[Array, " size"]:
         """See the function `dequantize`. The shape of the scales is checked."""
         ...
 
@@ -103,7 +103,7 @@ def quantize(
     spec: Quantizer,
     key: Key[Array, ""] | None,
     count: Int[Array, ""] | None = None,
-) -> Quantized:
+) -> QuantizedVector:
     """Quantises a vector. QSGD (Alistarh et al., 2017), sections 3.1 and 3.3; SparCML, section 6.
 
     A group counts as zero if all its magnitudes are below 2.3e-38, twice float32's least normal
@@ -114,8 +114,7 @@ def quantize(
         spec: the quantiser.
         key: key of the stochastic rounding, which is unbiased (to float32's rounding). Use a fresh
             key for each call and worker. None rounds deterministically, and is biased.
-        count: int32, the number of elements before the padding with zeros. None: all. Only means
-            depend on it.
+        count: number of elements before the padding with zeros. None: all. Only means depend on it.
 
     >>> from jaxsparse.quantize.qsgd import QSGD
     >>> x = jnp.float32([1.0, -7.0, 0.2, 3.9])
@@ -136,7 +135,7 @@ def quantize(
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "size"))
-def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array, " size"]:
+def dequantize(quantized: QuantizedVector, spec: Quantizer, size: int) -> Float[Array, " size"]:
     """The `size` values that a quantised vector stands for, with the `spec` of `quantize`."""
     check_size("size", size)
     scales = _scale_count(spec, size)
@@ -153,7 +152,7 @@ def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array,
 SCALE_SHIFTS = {32: 0, 16: 16, 8: 23}
 
 
-def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]:
+def to_message(quantized: QuantizedVector, spec: Quantizer) -> UInt32[Array, " words"]:
     """Packed values and their scales in one array, as they travel: `spec.words(size)` words."""
     if not spec.scale_bits:
         return quantized.words
@@ -162,7 +161,7 @@ def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]
     return jnp.concatenate([_kept(quantized.words), scales])
 
 
-def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> Quantized:
+def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> QuantizedVector:
     """The inverse of `to_message`, for a vector of `size` values.
 
     >>> from jaxsparse.quantize import Format
@@ -173,11 +172,11 @@ def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -
     """
     count = _scale_count(spec, size)
     if not spec.scale_bits:
-        return Quantized(message, jnp.ones(count, jnp.float32))
+        return QuantizedVector(message, jnp.ones(count, jnp.float32))
     words = message.size - field_words(count, spec.scale_bits)
     scales = unpack_fields(message[words:], spec.scale_bits, count)
     scales <<= jnp.uint32(SCALE_SHIFTS[spec.scale_bits])
-    return Quantized(message[:words], stored(lax.bitcast_convert_type(scales, jnp.float32)))
+    return QuantizedVector(message[:words], stored(lax.bitcast_convert_type(scales, jnp.float32)))
 
 
 def _scale_count(spec: Quantizer, size: int) -> int:

@@ -25,10 +25,9 @@ class Quantized(SeededReducer):
 
     Attributes:
         quantizer: `quantize.Format(...)` or `quantize.QSGD(...)`.
-        rounding: "stochastic" is unbiased and drops its error, as in QSGD (Alistarh et al., 2017).
-            "nearest" is deterministic and keeps its errors in the residual: those of this worker's
-            values, and of the sums that it owns. It refuses quantisers whose residual could grow
-            without bound.
+        rounding: "stochastic" is unbiased and drops its error. "nearest" is deterministic and keeps
+            its errors in the residual: those of this worker's values, and of the sums that it owns.
+            It refuses quantisers whose residual could grow without bound.
     """
 
     quantizer: Quantizer = QSGD()  # noqa: RUF009 - frozen
@@ -67,10 +66,10 @@ class Quantized(SeededReducer):
 
 @dataclasses.dataclass(frozen=True)
 class GatheredQuantized(Gathered, Quantized):
-    """Sends everything at each step to all, quantised once. All add up the decoded vectors.
+    """As `Quantized`, but sends everything to all, quantised once. All add up the decoded vectors.
 
     That is one message, as in QSGD (Alistarh et al., 2017) and EF-signSGD. A single worker rounds,
-    too: it sends what others would read. Its attributes are those of `Quantized`.
+    too: it sends what others would read.
     """
 
     def encode(
@@ -99,22 +98,21 @@ class GatheredQuantized(Gathered, Quantized):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Quantized(SystemOptions):
+class _QuantizedSettings(SystemOptions):
     """Dense all-reduce in 1 to 16 bits a value, with error feedback.
 
     Values travel to the owner of their range, which sums them in float32, and the sums travel back.
-    These are two roundings for any number of workers. A ring of quantised partial sums has one for
-    each worker. All workers apply the decoded sums, their owner included, so replicas stay equal.
-    Both roundings are fed back: a worker's residual keeps the error of its own values, and that of
-    the sums that it owns. `decay=0` drops both, as Streaming DiLoCo does.
+    These are two roundings for any number of workers. All workers apply the decoded sums, their
+    owner included, so replicas stay equal. Both roundings are fed back: a worker's residual keeps
+    the error of its own values, and that of the sums that it owns. `decay=0` drops both, as
+    Streaming DiLoCo does.
 
     `quantized("bfloat16")` is a dense sum that travels as 16 bits on every backend, without a sum
-    in 16 bits anywhere. (A psum of bfloat16 is widened to 32 bits by XLA on CPUs, and summed in 16
-    on others.) A worker receives 2 (W - 1)/W d (bits / 32 + scale bits / (32 group_size)) words a
-    step: 0.13 times a dense all-reduce's with "int4" and these defaults, 0.05 times with "ternary"
-    and 0.03 times with "sign". ("int2" has two scales a group.) The last group of a range, or of a
-    message, is filled with zeros if that adds at most a 64th. `is_dense` leaves, vectors by
-    default, travel uncompressed.
+    in 16 bits anywhere. A worker receives 2 (W - 1)/W d (bits / 32 + scale bits / (32 group_size))
+    words a step: 0.13 times a dense all-reduce's with "int4" and these defaults, 0.05 times with
+    "ternary" and 0.03 times with "sign". ("int2" has two scales a group.) The last group of a
+    range, or of a message, is filled with zeros if that adds at most a 64th. `is_dense` leaves,
+    vectors by default, travel uncompressed.
 
     If the devices of a host are *inner* axes of the mesh, JAX sums over these exactly, without
     compression, and only the sums are quantised. No momentum is masked, because everything is sent
@@ -152,7 +150,7 @@ class _Quantized(SystemOptions):
 
 
 quantized = system(
-    _Quantized,
+    _QuantizedSettings,
     "quantized",
     summary="all values in a format of 1 to 16 bits, fed back",
     received="d (W-1)/W (bits/4 + 4/group_size)",
@@ -160,7 +158,7 @@ quantized = system(
 
 
 @dataclasses.dataclass(frozen=True)
-class _QSGD(SystemOptions):
+class _QSGDSettings(SystemOptions):
     """QSGD (Alistarh et al., NeurIPS 2017): all values at each step, in 2, 4 or 8 bits.
 
     A worker receives 2 (W - 1)/W (bits / 32 + 1 / group_size) d words a step: with 4 bits, an
@@ -192,7 +190,7 @@ class _QSGD(SystemOptions):
 
 
 qsgd = system(
-    _QSGD,
+    _QSGDSettings,
     "qsgd",
     summary="[QSGD](https://arxiv.org/abs/1610.02132): all values in 2, 4 or 8 bits",
     received="d (W-1)/W (bits/4 + 8/group_size)",
