@@ -29,15 +29,11 @@ from jaxsparse.processes.digest import Digested
 
 
 class Shared(NamedTuple):
-    """What all islands of a run have alike, bit for bit, as a round begins.
+    """What all islands of a run have alike, bit for bit, as a round begins."""
 
-    Attributes:
-        params: the global parameters, in float32 or wider.
-        outer: the state of the outer optimizer. Arrays marked `PerWorker`, such as residuals, are
-            this island's own.
-    """
-
-    params: Any
+    params: Any  #: the global parameters, in float32 or wider
+    #: the state of the outer optimizer. Arrays marked `PerWorker`, such as residuals, are this
+    #: island's own.
     outer: Any
 
 

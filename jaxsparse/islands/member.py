@@ -50,51 +50,33 @@ _KEPT = 1000  # reports
 
 
 class IslandState(NamedTuple):
-    """The training state of an island. Save it as it is: with it an island goes on where it was.
+    """The training state of an island. Save it as it is: with it an island goes on where it was."""
 
-    Attributes:
-        worker: the island's own training state.
-        params: the global parameters at the start of the round, equal on all islands, in float32 or
-            wider. Evaluate these.
-        outer: the state of the outer optimizer, with this island's residual.
-        round: the number of the round, int.
-        steps: steps since the round began, int.
-        weight: what the steps since its last message that counted weigh, float.
-        island: a number made of the island's name, int. What a state owes counts once, so no other
-            island may go on from it.
-    """
-
-    worker: Any
+    worker: Any  #: the island's own training state
+    #: the global parameters at the start of the round, equal on all islands, in float32 or wider
+    #: Evaluate these.
     params: Any
-    outer: Any
-    round: int
-    steps: int
-    weight: float
+    outer: Any  #: the state of the outer optimizer, with this island's residual
+    round: int  #: the number of the round, int
+    steps: int  #: steps since the round began, int
+    weight: float  #: what the steps since its last message that counted weigh, float
+    #: a number made of the island's name, int. What a state owes counts once, so no other island
+    #: may go on from it.
     island: int
 
 
 class Report(NamedTuple):
-    """What became of a round, seen from an island.
+    """What became of a round, seen from an island."""
 
-    Attributes:
-        round: its number.
-        members: the islands whose messages counted.
-        counted: whether this island's did.
-        waited: seconds from its message to the decision, or None if it sent none in this round.
-        received: bytes of messages that it read.
-        sent: bytes of its own message.
-        applied: whether the sum was applied. It is not, if it overflows.
-        digest: digest of what islands share as the next round begins.
-    """
-
-    round: int
-    members: tuple[str, ...]
-    counted: bool
+    round: int  #: its number
+    members: tuple[str, ...]  #: the islands whose messages counted
+    counted: bool  #: whether this island's did
+    #: seconds from its message to the decision, or None if it sent none in this round
     waited: float | None
-    received: int
-    sent: int
-    applied: bool
-    digest: str
+    received: int  #: bytes of messages that it read
+    sent: int  #: bytes of its own message
+    applied: bool  #: whether the sum was applied. It is not, if it overflows.
+    digest: str  #: digest of what islands share as the next round begins
 
     def __str__(self) -> str:
         when = "replayed" if self.waited is None else f"decided after {self.waited:.1f} s"
@@ -115,16 +97,8 @@ class Member:
 
     Members in one process may share `arithmetic`. `clock` tells seconds, for differences alone.
     `beside` starts a function that writes a snapshot, beside training. Without it that is called,
-    and waited for.
-
-    Attributes:
-        rank: a number made of its name.
-        reports: what became of its last rounds.
-        totals: of all rounds, how often it counted and sent, and bytes that it sent and received.
-        keeps: whether it keeps what has not been sent. If not, its late messages would be zeros.
-        has_joined: whether this life has begun to train, and has not left.
-        is_restored: whether it began from a saved state, and has not dropped what that owed.
-        has_counted: whether a message of this life has counted.
+    and waited for. Without `keeps`, which says that it keeps what has not been sent, its late
+    messages would be zeros.
     """
 
     def __init__(
@@ -156,12 +130,14 @@ class Member:
                 "for ever"
             )
         self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
-        self.reports: list[Report] = []
-        self.totals = 0, 0, 0, 0
+        self.reports: list[Report] = []  # of the last rounds
+        self.totals = 0, 0, 0, 0  # rounds in which it counted, and sent; bytes sent, and received
         self._rounds: Rounds | None = None
         self.settings, self.words = "", 0
         self.keeps, self.dtypes = True, None
-        self.has_joined = self.is_restored = self.has_counted = False
+        self.has_joined = False  # whether this life has begun to train, and has not left
+        self.is_restored = False  # whether it began from a saved state, whose debts stand
+        self.has_counted = False  # whether a message of this life has counted
         self._began = 0.0  # when the last exchange began, or the first steps
 
     @property

@@ -26,7 +26,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxsparse.islands.records import BrokenError, Decision, Member, Message, checksum, words_of
+from jaxsparse.islands.records import (
+    BrokenError,
+    CountedMessage,
+    Decision,
+    Message,
+    checksum,
+    words_of,
+)
 from jaxsparse.islands.store import NAME, Objects, UnreachableError, not_shown
 
 _KEPT = 2  # snapshots
@@ -200,7 +207,7 @@ class Rounds:
         decision = Decision(
             round,
             self.settings,
-            tuple(Member(m.name, m.life, m.weight, m.late, m.loss, s) for m, _, s in found),
+            tuple(CountedMessage(m.name, m.life, m.weight, m.late, m.loss, s) for m, _, s in found),
             max(sorted(digests), key=digests.__getitem__),
             self.name,
             max(waited, 0.0),

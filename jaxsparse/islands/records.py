@@ -112,7 +112,7 @@ class Message(Record, frozen=True):
     loss: float | None
 
 
-class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CountedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message that counts. Attributes: those of the message, and the checksum of its object."""
 
     name: Name
@@ -130,7 +130,7 @@ class Decision(Record, frozen=True):
     seconds from its own message to the decision of `by`.
     """
 
-    members: Annotated[tuple[Member, ...], Meta(min_length=1)]
+    members: Annotated[tuple[CountedMessage, ...], Meta(min_length=1)]
     digest: str
     by: Name
     waited: float

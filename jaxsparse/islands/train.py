@@ -24,32 +24,21 @@ from jaxsparse.outer.worker import Select, Step, stepped
 
 
 class Status(NamedTuple):
-    """How an island stands.
+    """How an island stands."""
 
-    Attributes:
-        name: its name.
-        life: a word that its messages and decisions carry beside the name. It changes at `join`.
-        round: the round that it is in.
-        rounds: reports of the last 1,000 rounds, the oldest first.
-        counted: in how many rounds its message counted, of those that it posted in.
-        posted: in how many rounds it posted.
-        sent: bytes of its messages.
-        received: bytes of the messages that it read.
-        waiting: the seconds that training has waited for exchanges.
-        trouble: why an exchange that is running does not go on: what the store said last, if it
-            does not answer or shows what can't be read, or that fewer than `quorum` islands are
-            there. Of several processes, the first one knows.
-    """
-
-    name: str
+    name: str  #: its name
+    #: a word that its messages and decisions carry beside the name. It changes at `join`.
     life: str
-    round: int
-    rounds: tuple[Report, ...]
-    counted: int
-    posted: int
-    sent: int
-    received: int
-    waiting: float
+    round: int  #: the round that it is in
+    rounds: tuple[Report, ...]  #: reports of the last 1,000 rounds, the oldest first
+    counted: int  #: in how many rounds its message counted, of those that it posted in
+    posted: int  #: in how many rounds it posted
+    sent: int  #: bytes of its messages
+    received: int  #: bytes of the messages that it read
+    waiting: float  #: the seconds that training has waited for exchanges
+    #: why an exchange that is running does not go on: what the store said last, if it does not
+    #: answer or shows what can't be read, or that fewer than `quorum` islands are there. Of several
+    #: processes, the first one knows.
     trouble: str | None
 
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm.static_leaves import has_static, held, released
-from jaxsparse.processes.group import Group
+from jaxsparse.processes.group import ProcessGroup
 
 
 class Step:
@@ -22,7 +22,10 @@ class Step:
     """
 
     def __init__(
-        self, run: jax.stages.Wrapped, before: Sequence[Callable[[Any], None]], group: Group | None
+        self,
+        run: jax.stages.Wrapped,
+        before: Sequence[Callable[[Any], None]],
+        group: ProcessGroup | None,
     ) -> None:
         functools.update_wrapper(self, run)
         self._run, self._before, self._group = run, before, group

@@ -1,8 +1,7 @@
 """A digest of a traced step and its arguments, to be compared between processes.
 
 It is of the versions of JAX, the mesh, the arguments' shapes, the program, and the values of
-constants and of arguments that are equal on all workers. Of large arrays it has a sample:
-`check_replicas` reads all of them.
+constants and of arguments that are equal on all workers. Of large arrays it has a sample.
 
 It must not differ by chance. An equation's digest has its operation, its parameters and the digests
 of what it reads. It has no names, no numbers of variables, no addresses, and of objects that are
