@@ -2,11 +2,10 @@
 
 Loops over tiles suit a CPU, because a tile's working set fits into a cache. A GPU has threads for a
 whole vector at once, but in a loop it starts at least one kernel a turn, some microseconds each.
-`by_platform` takes two forms of one function. The device that it is compiled for decides which of
-them runs.
+`by_platform` takes two forms of one function. The device that it is compiled for decides.
 
-`tests/test_gpu_forms.py` compares the two forms on CPU. `pytest --gpu-forms` runs any test with the
-forms for GPUs, and `benchmarks/gpu_compiled.py` counts the kernels and bytes of what XLA compiles.
+`pytest --gpu-forms` runs any test with the forms for GPUs, and `benchmarks/gpu_compiled.py` counts
+the kernels and bytes of what XLA compiles.
 """
 
 import functools

@@ -2,10 +2,7 @@
 
 Four operations have names: sum, max, min and or. A `Combination` is any other one. All are
 commutative and associative. An absent entry counts as the operation's neutral element: max(-2,
-absent) is -2, not 0.
-
-Values that travel have 4 bytes, because messages are made of 32-bit words. The paper's streams may
-also be in double precision, which the collectives refuse with an error.
+absent) is -2, not 0. Values that travel have 4 bytes; collectives refuse float64.
 """
 
 import dataclasses

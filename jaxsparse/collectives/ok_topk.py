@@ -233,17 +233,16 @@ def ok_topk(
 
     Args:
         x: this worker's vector of d elements, float32.
-        k: number of entries wanted from each worker and in the result. `top_k` may select more or
-            fewer.
+        k: number of entries wanted from each worker and in the result.
         agreed: the `Agreed` of the step before.
         refresh: whether to take a new threshold even if the old one served; equal on all workers.
         rebalance: whether to draw new regions even if the old ones served; equal on all workers.
         axis_name: the axis of the workers.
-        codec: wire format of the messages. If its values share levels, as those of
-            `codecs.EliasFano` in few bits do, the messages between owners have 32 bits a value.
-        capacity_factor: room in messages, in multiples of k / W entries. A smaller factor means
-            fewer words and more overflow. With 1, more than k entries never fit.
-        top_k: function that selects the entries.
+        codec: wire format. If its values share levels, as those of `codecs.EliasFano` in few bits
+            do, the messages between owners have 32 bits a value.
+        capacity_factor: room in messages, in multiples of k / W entries. With 1, more than k
+            entries never fit.
+        top_k: function that selects the entries, maybe more or fewer than k.
     """
     regions = Regions(x.size, wire.axis_size(axis_name))
     room = _room(k, regions, capacity_factor)

@@ -72,9 +72,9 @@ def split(
     It is one all-to-all. A worker receives (W - 1) messages with room for k entries, or for
     `capacity`. Neutral values (zeros, for sums) are no entries, and take no room.
 
-    Returns:
-        The total of this worker's own range, of m elements. The residual of W m elements: entries
-        that this worker could not send, and their rounding. The number of its entries without room.
+    The total is that of this worker's own range, of m elements. The residual, of W m elements, has
+    the entries that it could not send, and their rounding. The overflow counts its entries without
+    room.
     """
     workers = wire.axis_size(axis_name)
     k, dtype = stream.capacity, stream.values.dtype
@@ -212,21 +212,13 @@ def dsar_split_allgather(
     """As `split_allgather`, but owners send their ranges as dense arrays.
 
     Use it if the supports fill in so much that the sum is dense. The second half receives (W - 1)/W
-    d words, or fewer if it is quantised, which only sums can be. The codec and the capacity are
-    those of the first half.
+    d words, or fewer if a `quantizer` rounds sums, which alone can be quantised. Codec and capacity
+    are those of the first half.
 
-    Args:
-        stream: see `split_allgather`.
-        size: see `split_allgather`.
-        axis_name: see `split_allgather`.
-        op: see `split_allgather`.
-        codec: see `split_allgather`.
-        capacity: see `split_allgather`.
-        quantizer: quantiser of the second half. None: float32.
-        key: key of stochastic rounding, the same on all workers and fresh at each step. The total
-            is then unbiased, and the residual does *not* keep the error, as in the paper. None
-            rounds to nearest, and the residual keeps the error. Quantisers are refused if the
-            residual could grow without bound.
+    With a key for stochastic rounding, the same on all workers and fresh at each step, the total is
+    unbiased, and the residual does *not* keep the error, as in the paper. Without one, it rounds to
+    nearest, and the residual keeps the error. Quantisers are then refused if the residual could
+    grow without bound.
     """
     if quantizer is not None and op != "sum":
         raise ValueError(f"quantizer={quantizer}, but only sums can be quantised, not op={op!r}")

@@ -2,11 +2,6 @@
 
 Spar-Reduce-Scatter (section III-B) cuts each block before it is sent. Spar-All-Gather (III-D) sums
 blocks over teams: R-SAG for a power of two of teams, B-SAG for any number.
-
-Spar-Reduce-Scatter works in one buffer. Entries that arrive are added to it one by one. Nothing is
-added to a block that has been sent, so the buffer ends as the discarded part of each block.
-B-SAG's step never gets shorter than its first. Halved at each turn, it would shrink to nothing
-while h is right.
 """
 
 import functools

@@ -102,24 +102,16 @@ class Forecast(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The answer of `plan`. It prints as text.
+    """The answer of `plan`. It prints as text."""
 
-    Attributes:
-        best: the recipe to take. None: leave your trainer as it is, or, of islands, no recipe costs
-            so little.
-        program: `best` as Python.
-        dense: dense gradients.
-        forecasts: of all recipes of the optimizer, the fastest first.
-        given: what was asked, in words.
-        answer: what to do, in words.
-    """
-
+    #: the recipe to take. None: leave your trainer as it is, or, of islands, no recipe costs so
+    #: little.
     best: Forecast | None
-    program: str
-    dense: Forecast
-    forecasts: tuple[Forecast, ...]
-    given: str
-    answer: str
+    program: str  #: `best` as Python
+    dense: Forecast  #: dense gradients
+    forecasts: tuple[Forecast, ...]  #: of all recipes of the optimizer, the fastest first
+    given: str  #: what was asked, in words
+    answer: str  #: what to do, in words
 
     @property
     def speedup(self) -> float:

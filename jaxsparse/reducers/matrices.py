@@ -39,9 +39,9 @@ class MatrixReducer(Reducer):
             match is a stack of matrices along its first axis, one for each layer of a scanned
             model. By default "layers", "blocks" and names that begin with "scan" or "stack" match,
             where no number follows. None: there are no stacks.
-        matrices: the matrices of each leaf of the bucket, in order. Error feedback sets them,
-            because it knows the layout. None: the largest square matrix that the vector has
-            elements for, and one row of the elements that are left.
+        matrices: the matrices of each leaf of the bucket, in order, which error feedback knows.
+            None: the largest square matrix that the vector has elements for, and one row of what is
+            left.
     """
 
     stacked: str | None = dataclasses.field(default=SCANNED, kw_only=True)

@@ -1,13 +1,10 @@
 """The groups of workers that talk in a collective, and the mesh axes that they cross.
 
 XLA prints the groups of a collective in four forms. The ids in them are replicas, partitions, or
-both flattened into one number, by rules that differ between opcodes. Here all of them become
-lists of workers. A worker is `replica * partitions + partition`, which is its place in the order of
-the program's devices. JAX makes one replica and a partition for each device of a mesh, in the order
-of `mesh.devices.flat`.
-
-Names of axes in the HLO text are XLA's. They may differ from those of the mesh (XLA merges
-neighbouring axes, and calls them `axis_0`), so only workers count.
+both flattened into one number, by rules that differ between opcodes. Here all become lists of
+workers. A worker is `replica * partitions + partition`, its place in the order of the program's
+devices. JAX makes one replica and a partition for each device of a mesh, in the order of
+`mesh.devices.flat`. XLA's names of axes may differ from those of the mesh, so only workers count.
 """
 
 from __future__ import annotations

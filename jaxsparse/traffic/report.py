@@ -22,38 +22,29 @@ RECEIVED: dict[str, Callable[[int], float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction of the compiled program.
+    """One collective instruction of the compiled program."""
 
-    Attributes:
-        op: the HLO opcode without `-start`, for example `all-reduce`.
-        name: the instruction's name in the HLO.
-        shapes: its operands as XLA prints them, for example `("f32[128]", "s32[]")`.
-        results: its results, printed the same way.
-        group_size: number of workers in its largest group. For a permutation, number of workers
-            that send or receive.
-        payload_bytes: bytes of the operands that one device hands over in one execution. The
-            maximum over devices; 0 in a group of one.
-        received_bytes: bytes that arrive at one device in one execution, by the formulas of
-            `wire_bytes`. The maximum over devices.
-        count: executions in one run of the program, from the trip counts of the loops around it.
-        op_name: JAX's name stack, for example `jit(step)/shard_map/psum`. It may be empty. XLA may
-            give a collective that moves an argument that argument's name, for example
-            `w['kernel']`.
-        axes: the mesh axes along which members of one group differ, in the mesh's order. Empty for
-            groups of one, and if the mesh was not given.
-        source: file and line of the Python code that it stems from, as far as XLA kept them.
-    """
-
-    op: str
-    name: str
+    op: str  #: the HLO opcode without `-start`, for example `all-reduce`
+    name: str  #: the instruction's name in the HLO
+    #: its operands as XLA prints them, for example `("f32[128]", "s32[]")`
     shapes: tuple[str, ...]
+    #: number of workers in its largest group. For a permutation, number of workers that send or
+    #: receive.
     group_size: int
+    #: bytes of the operands that one device hands over in one execution. The maximum over devices;
+    #: 0 in a group of one.
     payload_bytes: int
-    received_bytes: float
+    received_bytes: float  #: bytes that arrive at one device in one execution, see `wire_bytes`
+    #: executions in one run of the program, from the trip counts of the loops around it
     count: int = 1
+    #: JAX's name stack, for example `jit(step)/shard_map/psum`. It may be empty. XLA may give a
+    #: collective that moves an argument that argument's name, for example `w['kernel']`.
     op_name: str = ""
+    #: the mesh axes along which members of one group differ, in the mesh's order. Empty for groups
+    #: of one, and if the mesh was not given.
     axes: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()  #: its results, printed the same way
+    #: file and line of the Python code that it stems from, as far as XLA kept them
     source: str = ""
 
     @property
@@ -74,21 +65,14 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Conditional:
-    """A `lax.cond` or `lax.switch` with at least one branch that communicates.
+    """A `lax.cond` or `lax.switch` with at least one branch that communicates."""
 
-    Attributes:
-        name: the instruction's name in the HLO.
-        count: number of executions in one run of the program.
-        branches: the bytes of each branch if all `count` executions take it, in the order of
-            `lax.switch`. For a `lax.cond`, `branches[0]` is the false and `branches[1]` the true
-            one.
-        op_name: JAX's name stack. It may be empty.
-    """
-
-    name: str
-    count: int
+    name: str  #: the instruction's name in the HLO
+    count: int  #: number of executions in one run of the program
+    #: the bytes of each branch if all `count` executions take it, in the order of `lax.switch`. For
+    #: a `lax.cond`, `branches[0]` is the false and `branches[1]` the true one.
     branches: tuple[WireBytes, ...]
-    op_name: str = ""
+    op_name: str = ""  #: JAX's name stack. It may be empty.
 
     @functools.cached_property
     def dearest(self) -> int:
