@@ -30,7 +30,7 @@ from jaxsparse.quantize import (
     QSGD,
     Format,
     FormatName,
-    Quantized,
+    QuantizedVector,
     Quantizer,
     dequantize,
     quantize,
@@ -69,12 +69,12 @@ LEVELS_DATA: dict[str, Any] = {
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def encode(x: jax.Array, spec: Quantizer) -> Quantized:
+def encode(x: jax.Array, spec: Quantizer) -> QuantizedVector:
     return quantize(x, spec, None)
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnums=0)
-def add_decoded(total: jax.Array, values: Quantized, spec: Quantizer) -> jax.Array:
+def add_decoded(total: jax.Array, values: QuantizedVector, spec: Quantizer) -> jax.Array:
     """Adds decoded values to a sum."""
     return total + dequantize(values, spec, total.size)
 
@@ -134,7 +134,7 @@ def formats(args: argparse.Namespace) -> list[dict[str, Any]]:
         buffers["x * 2"] = double(buffers["x * 2"])
         return buffers["x * 2"]
 
-    def decode(name: str, values: Quantized) -> jax.Array:
+    def decode(name: str, values: QuantizedVector) -> jax.Array:
         buffers[name] = add_decoded(buffers[name], values, FORMATS[name])
         return buffers[name]
 

@@ -237,7 +237,7 @@ class Inputs:
         return jax.jit(lambda x: jnp.clip(x, -7, 7).astype(jnp.int32))(self.x)
 
     @functools.cached_property
-    def quantized(self) -> quantize.Quantized:
+    def quantized(self) -> quantize.QuantizedVector:
         """The values of x in 4 bits each."""
         return jax.jit(lambda x: quantize.quantize(x, _QSGD, None))(self.x)
 

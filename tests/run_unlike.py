@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse
 from jaxsparse import LocalSteps, outer, shard
-from jaxsparse.processes.group import Group
+from jaxsparse.processes.group import ProcessGroup
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_disable_most_optimizations", True)
@@ -113,7 +113,7 @@ def main():
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     is_odd = jax.process_index() == 1
     for name, call in cases(mesh, is_odd):
-        Group.limit = LATE if name == "late" else 60.0
+        ProcessGroup.limit = LATE if name == "late" else 60.0
         try:
             jax.block_until_ready(call())
         except RuntimeError as error:
@@ -125,7 +125,7 @@ def main():
         NamedSharding(mesh, PartitionSpec("data")), np.ones(1, np.float32)
     )
     mean = jaxsparse.watch(jax.jit(jnp.mean), mesh)
-    Group.limit = 60.0
+    ProcessGroup.limit = 60.0
     jax.block_until_ready(mean(ones))
     with jaxsparse.fail_at_once(limit=LIMIT):
         for _ in range(3 - is_odd):  # process 1 leaves one out

@@ -21,7 +21,7 @@ from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.processes import failing
 from jaxsparse.processes.agreement import agree
 from jaxsparse.processes.digest import Digested
-from jaxsparse.processes.group import Group, group_of
+from jaxsparse.processes.group import ProcessGroup, group_of
 from jaxsparse.training import sharding
 
 SCRIPT = Path(__file__).with_name("run_unlike.py")
@@ -177,7 +177,7 @@ def members(monkeypatch):
     """Three processes of a group, each with a function that makes it the running one."""
     store = Store()
     monkeypatch.setattr(compat, "shared_store", lambda: store)
-    groups = [Group((0, 1, 2)) for _ in range(3)]
+    groups = [ProcessGroup((0, 1, 2)) for _ in range(3)]
 
     def look(process, looks=3):
         monkeypatch.setattr(jax, "process_index", lambda: process)
@@ -252,7 +252,7 @@ def test_local_steps_say_when_they_exchange(monkeypatch, streaming, turns):
     said = []
     for name in ("compare_texts", "agree"):
         monkeypatch.setattr(local_steps, name, lambda *args: said.append(args[-1]))
-    monkeypatch.setattr(local_steps, "group_of", lambda mesh: Group((0, 1)))
+    monkeypatch.setattr(local_steps, "group_of", lambda mesh: ProcessGroup((0, 1)))
     params = {"a0": jnp.zeros(2), "a1": jnp.zeros(2)}
     step = lambda s, b: ((jax.tree.map(lambda x: x + b.sum(), s[0]),), None)
     make = lambda: jaxsparse.LocalSteps(
@@ -276,7 +276,7 @@ def test_one_process_has_no_group():
 
 def test_what_a_run_is_started_with_is_compared(monkeypatch):
     found = []
-    monkeypatch.setattr(failing, "whole_group", lambda: Group((0, 1)))
+    monkeypatch.setattr(failing, "whole_group", lambda: ProcessGroup((0, 1)))
     monkeypatch.setattr(failing, "compare_texts", lambda *args: found.append([*args[-1]]))
 
     def begin():
@@ -295,7 +295,7 @@ def test_what_a_run_is_started_with_is_compared(monkeypatch):
 
 def test_values_that_differ_are_named_before_they_are_spread(monkeypatch):
     found = []
-    monkeypatch.setattr(sharding, "group_of", lambda mesh: Group((0, 1)))
+    monkeypatch.setattr(sharding, "group_of", lambda mesh: ProcessGroup((0, 1)))
     monkeypatch.setattr(sharding, "compare_texts", lambda *args: found.append({*args[-1]}))
     for seed, size in ((0, 8), (1, 8), (0, 9)):
         params = {"w": jax.random.normal(jax.random.key(seed), (size,)), "b": np.zeros(2), "n": 3}

@@ -12,9 +12,9 @@ from workers import some
 from jaxsparse import sketch
 from jaxsparse.arrays import blocks
 from jaxsparse.arrays.blocks import BlockStream
-from jaxsparse.select.blocks import block_top_k
+from jaxsparse.select.top_k import block_top_k
 from jaxsparse.sketch import SketchSpec
-from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
+from jaxsparse.sketch.codec import decode_blocks, encode_blocks
 
 
 def integers(shape, seed=0):

@@ -14,8 +14,8 @@ from workers import few, on_workers, some
 from jaxsparse import select, sketch
 from jaxsparse.arrays import platforms
 from jaxsparse.arrays.blocks import BlockStream
-from jaxsparse.select import compaction, fast, maxima, slots
-from jaxsparse.sketch import blocks, codec, tiles
+from jaxsparse.select import compaction, fast, slots
+from jaxsparse.sketch import codec, tiles
 
 
 def cubed(size, seed=0, dtype=jnp.float32):
@@ -133,12 +133,12 @@ def test_hash_extract(shape, threshold):
 @pytest.mark.parametrize("tile", some([7, 64, 1003], (7,), slow=(64,)))
 @pytest.mark.parametrize("dtype", some([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_slot_max(tile, dtype):
+    tiles = -(-1003 // tile)
+    grid = fast._Grid(1003, tile, 1, tiles, (tiles - 1).bit_length(), 0)
+    values = lambda x, seed: fast.Values.of_vector(x, tile)
     for seed in range(3):
         x = cubed(1003, seed, dtype).at[-1].set(1e4)  # nothing past it must be read
-        id_bits = (-(-x.size // tile) - 1).bit_length()
-        forms = maxima._fold, maxima._gather
-        forms = [functools.partial(form, tile=tile, id_bits=id_bits) for form in forms]
-        assert_same(forms, x, jnp.uint32(seed))
+        assert_same_slots(values, grid, x, jnp.uint32(seed))
 
 
 # --- sketches ---
@@ -197,13 +197,13 @@ def test_blocks(spec):
     indices = jnp.asarray(rng.permutation(40)[:9], jnp.int32).at[4].set(40)
     values = jnp.asarray(rng.integers(-9, 9, size=(9, spec.tile)), jnp.bfloat16)
     seed = jnp.uint32(1)
-    forms = blocks._encode_in_turn, lambda v, i, s, spec: tiles.add_all(v, i, spec, s)
+    forms = codec._encode_blocks_in_turn, lambda v, i, s, spec: tiles.add_all(v, i, spec, s)
     forms = [functools.partial(form, spec=spec) for form in forms]
     table = assert_same(forms, values, indices, seed)
     np.testing.assert_array_equal(
         table, sketch.encode_blocks(BlockStream(indices, values), spec, seed=1)
     )
-    forms = blocks._decode_in_turn, blocks._decode_at_once
+    forms = codec._decode_blocks_in_turn, codec._decode_blocks_at_once
     forms = [functools.partial(form, spec=spec, count=40) for form in forms]
     assert not np.any(assert_same(forms, table, indices, seed)[4])  # the empty slot
 
@@ -213,9 +213,7 @@ def assert_same_slots(make_values, grid, table, seed):
     fold = lambda *a: fast._fold(make_values(*a), grid, a[:1], a[1])
     gather = lambda *a: fast._gather(make_values(*a), grid, a[1])
     # If each element has a slot of its own, there are more slots than elements.
-    elements = lambda form: (
-        lambda *a: form(*a).ravel()[: grid.size if grid.per_group == 1 else None]
-    )
+    elements = lambda form: lambda *a: form(*a)[: None if grid.is_shared else grid.size]
     assert_same([elements(fold), elements(gather)], table, seed)
 
 

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from workers import WAYS, few, on_workers, rows, some
 
-from jaxsparse.quantize import QSGD, Quantized, check_feedback, dequantize, pack, quantize, unpack
+from jaxsparse.quantize import (
+    QSGD,
+    QuantizedVector,
+    check_feedback,
+    dequantize,
+    pack,
+    quantize,
+    unpack,
+)
 
 BITS = (2, 4, 8)
 SCALES = ("max", "l2")
@@ -77,7 +85,9 @@ def test_rounding_to_nearest_is_the_reference(bits, scale, size):
     np.testing.assert_array_equal(np.where(unclear, levels, found), levels)
     np.testing.assert_allclose(scales, expected_scales, rtol=1e-6)
     values = np.asarray(found) / spec.levels * np.repeat(expected_scales, 32)[:size]
-    np.testing.assert_allclose(dequantize(Quantized(words, scales), spec, size), values, rtol=1e-6)
+    np.testing.assert_allclose(
+        dequantize(QuantizedVector(words, scales), spec, size), values, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("size", few(SIZES, (33,)))

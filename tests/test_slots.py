@@ -10,7 +10,7 @@ import pytest
 import reference_slots as reference
 from workers import few, some
 
-from jaxsparse.select.maxima import slot_max
+from jaxsparse.select.fast import slot_max
 from jaxsparse.select.slots import counted_hash_extract, hash_extract, hash_slots
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]

@@ -11,7 +11,7 @@ from workers import rows, some
 from jaxsparse import codecs
 from jaxsparse.arrays import stream
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs import ranges
+from jaxsparse.codecs.codec import order_of
 
 # Jitted, because each operation outside of a program is a program of its own.
 to_dense = jax.jit(stream.to_dense, static_argnums=(1, 2))
@@ -179,7 +179,7 @@ def test_packed_messages_of_many_ranges_keep_the_order_or_make_it(rows):
 @pytest.mark.parametrize("count", [300, 2**25])  # for one sort, and for two arrays
 def test_entries_come_in_the_order_of_their_ranges(count):
     numbers = np.random.default_rng(0).integers(count, size=(2, 1000), dtype=np.int32)
-    order = np.asarray(ranges.order_of(jnp.asarray(numbers), count))
+    order = np.asarray(order_of(jnp.asarray(numbers), count))
     np.testing.assert_array_equal(np.sort(order), np.tile(np.arange(1000), (2, 1)))
     found = np.take_along_axis(numbers, order, axis=1)
     np.testing.assert_array_equal(found, np.sort(numbers))

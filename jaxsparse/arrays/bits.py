@@ -22,11 +22,7 @@ _BITS = 32
 
 
 def words(size: int) -> int:
-    """The number of uint32 words that hold `size` bits.
-
-    >>> words(33)
-    2
-    """
+    """The number of uint32 words that hold `size` bits."""
     return -(-size // _BITS)
 
 
@@ -35,12 +31,6 @@ def pack_bits(mask: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
 
     Neighbours are in neighbouring words, not in one word. Whole runs of elements are then shifted
     alike, which vectorises.
-
-    Args:
-        mask: bool, vectors along the last axis.
-
-    Returns:
-        uint32, with words(n) along the last axis.
 
     >>> pack_bits(jnp.array([True, False, True])).tolist()
     [5]
@@ -53,40 +43,22 @@ def pack_bits(mask: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
 
 
 def unpack_bits(packed: UInt32[Array, "*batch words"], size: int) -> Bool[Array, "*batch n"]:
-    """The vectors of `size` elements that `pack_bits` packed.
-
-    Raises:
-        ValueError: `packed` has not words(size) along the last axis.
-
-    >>> unpack_bits(jnp.uint32([5]), 3).tolist()
-    [True, False, True]
-    """
+    """The vectors of `size` elements that `pack_bits` packed."""
     _check_words(packed, words(size))
     planes = (packed[..., None, :] >> _shifts(packed.ndim)) & jnp.uint32(1)
     return planes.reshape(*packed.shape[:-1], -1)[..., :size] != 0
 
 
 def field_words(size: int, bits: int) -> int:
-    """The number of words that hold `size` fields of `bits` bits, end to end.
-
-    >>> field_words(64, 12)
-    24
-    """
+    """The number of words that hold `size` fields of `bits` bits, end to end."""
     return words(size * bits)
 
 
 def pack_fields(fields: UInt32[Array, "*batch n"], bits: int) -> UInt32[Array, "*batch words"]:
-    """Packs integers of a few bits end to end. The first takes the lowest bits of a word.
+    """Packs integers below 2**bits end to end. The first takes the lowest bits of a word.
 
     A field may straddle two words, so that 8 fields of 12 bits take 3 words. (Two fields of 12 bits
-    are the three bytes of SparseLoCo's packing, lowest byte first.)
-
-    Args:
-        fields: uint32, each below 2**bits, along the last axis.
-        bits: bits of a field, 0 to 32.
-
-    Returns:
-        uint32, with field_words(n, bits) along the last axis. The last word is padded with zeros.
+    are the three bytes of SparseLoCo's packing, lowest byte first.) Zeros fill the last word.
 
     >>> [hex(word) for word in pack_fields(jnp.uint32([3000, 77]), 12).tolist()]
     ['0x4dbb8']
@@ -116,14 +88,7 @@ def pack_fields(fields: UInt32[Array, "*batch n"], bits: int) -> UInt32[Array, "
 def unpack_fields(
     packed: UInt32[Array, "*batch words"], bits: int, size: int
 ) -> UInt32[Array, "*batch n"]:
-    """The `size` fields that `pack_fields` packed.
-
-    Raises:
-        ValueError: `packed` has not field_words(size, bits) along the last axis.
-
-    >>> unpack_fields(jnp.uint32([0x4DBB8]), 12, 2).tolist()
-    [3000, 77]
-    """
+    """The `size` fields that `pack_fields` packed."""
     _check_words(packed, field_words(size, bits))
     *batch, found = packed.shape
     count, length = _period(bits)
@@ -149,9 +114,6 @@ def float_bits(x: Float[Array, "*shape"], dtype: DTypeLike) -> UInt32[Array, "*s
     """The bits of `x` in a float dtype of 8 or 16 bits, to which it is rounded.
 
     Numbers beyond its range may become infinite or NaN: call `magnitude.within` before.
-
-    >>> [hex(word) for word in float_bits(jnp.float32([1, -2]), jnp.bfloat16).tolist()]
-    ['0x3f80', '0xc000']
     """
     return lax.bitcast_convert_type(x.astype(dtype), _unsigned(dtype)).astype(jnp.uint32)
 

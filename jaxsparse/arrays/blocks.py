@@ -1,7 +1,6 @@
 """Block-sparse vectors of a static capacity: runs of consecutive elements, such as embedding rows.
 
-Block b holds elements b * block_size to (b + 1) * block_size - 1 of a vector. The last block may be
-shorter; zeros then fill it up.
+Block b holds elements b * block_size to (b + 1) * block_size - 1. Zeros fill up the last block.
 """
 
 from typing import NamedTuple
@@ -22,24 +21,15 @@ class BlockStream(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Number of slots, k."""
         return self.indices.shape[0]
 
     @property
     def block_size(self) -> int:
-        """The number of elements of a block."""
         return self.values.shape[1]
 
 
 def check_block_size(block_size: int) -> int:
-    """The setting as an int.
-
-    Args:
-        block_size: number of elements of a block.
-
-    Raises:
-        ValueError: it is no int that is known at trace time, or less than 1.
-    """
+    """The setting as an int. Raises ValueError unless it is at least 1."""
     block_size = static_int("block_size", block_size)
     if block_size < 1:
         raise ValueError(
@@ -49,85 +39,39 @@ def check_block_size(block_size: int) -> int:
 
 
 def count(size: int, block_size: int) -> int:
-    """The number of blocks of a vector. The last block may be shorter than the others.
-
-    Args:
-        size: number of elements of the vector, d.
-        block_size: number of elements of a block.
-
-    Example:
-        >>> count(10, 4)
-        3
-    """
+    """The number of blocks of a vector of `size` elements. The last block may be shorter."""
     return -(-size // block_size)
 
 
 def rows(x: Float[Array, " d"], block_size: int) -> Float[Array, "blocks block_size"]:
-    """The vector as a matrix of its blocks.
+    """The vector as a matrix with a row for each block. Zeros fill the last row.
 
-    Args:
-        x: vector of d elements, of any float dtype.
-        block_size: number of elements of a block.
-
-    Returns:
-        A row for each of `count(d, block_size)` blocks. Zeros fill the last row.
-
-    Example:
-        >>> rows(jnp.arange(3.0), 2).tolist()
-        [[0.0, 1.0], [2.0, 0.0]]
+    >>> rows(jnp.arange(3.0), 2).tolist()
+    [[0.0, 1.0], [2.0, 0.0]]
     """
     return jnp.pad(x, (0, -x.size % block_size)).reshape(-1, block_size)
 
 
 def non_zero(x: Float[Array, " d"], block_size: int) -> Bool[Array, " blocks"]:
-    """The mask of the blocks that have an element other than 0.
-
-    Args:
-        x: vector of d elements, of any float dtype. NaN is not 0.
-        block_size: number of elements of a block.
-
-    Returns:
-        bool[blocks], one for each of `count(d, block_size)` blocks.
-
-    Example:
-        >>> non_zero(jnp.float32([0, 0, 0, -1, 0]), 2).tolist()
-        [False, True, False]
-    """
+    """The mask of the blocks that have an element other than 0. NaN is not 0."""
     return jnp.any(rows(x, block_size) != 0, axis=1)
 
 
 def from_dense(x: Float[Array, " d"], indices: Int[Array, " k"], block_size: int) -> BlockStream:
-    """The blocks of `x` at `indices`.
+    """The blocks of `x` with these numbers. The number of blocks gives an empty slot, of zeros.
 
-    Args:
-        x: vector of d elements, of any float dtype.
-        indices: int32[k]; numbers of blocks. `count(d, block_size)` gives an empty slot, of zeros.
-        block_size: number of elements of a block.
-
-    Returns:
-        A stream of capacity k, with these indices and values of the dtype of `x`.
-
-    Example:
-        >>> from_dense(jnp.arange(1.0, 6.0), jnp.array([2, 0, 3]), 2).values.tolist()
-        [[5.0, 0.0], [1.0, 2.0], [0.0, 0.0]]
+    >>> from_dense(jnp.arange(1.0, 6.0), jnp.array([2, 0, 3]), 2).values.tolist()
+    [[5.0, 0.0], [1.0, 2.0], [0.0, 0.0]]
     """
     blocks = rows(x, block_size)
     return BlockStream(indices, blocks.at[indices].get(mode="fill", fill_value=0))
 
 
 def to_dense(stream: BlockStream, size: int) -> Float[Array, " size"]:
-    """The dense vector of a stream. Blocks with equal indices are added up.
+    """The dense vector of a stream. Blocks with equal indices are added up, empty slots ignored.
 
-    Args:
-        stream: blocks of the vector. Empty slots are ignored.
-        size: number of elements of the vector, d.
-
-    Returns:
-        d elements of the dtype of the stream's values, zeros where it has no block.
-
-    Example:
-        >>> to_dense(BlockStream(jnp.array([1, 2]), jnp.ones((2, 2))), 3).tolist()
-        [0.0, 0.0, 1.0]
+    >>> to_dense(BlockStream(jnp.array([1, 2]), jnp.ones((2, 2))), 3).tolist()
+    [0.0, 0.0, 1.0]
     """
     empty = jnp.zeros_like(stream.values, shape=(count(size, stream.block_size), stream.block_size))
     return empty.at[stream.indices].add(stream.values, mode="drop").reshape(-1)[:size]

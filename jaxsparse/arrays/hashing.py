@@ -23,15 +23,6 @@ def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
     It multiplies and xor-shifts, with constants of low bias that TheIronBorn found
     (https://github.com/skeeto/hash-prospector/issues/19).
-
-    Args:
-        x: uint32 of any shape.
-
-    Returns:
-        uint32 of the same shape.
-
-    >>> mix(jnp.uint32([0, 1, 2])).tolist()
-    [0, 114555507, 229111015]
     """
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0xD35A2D97)
@@ -39,13 +30,7 @@ def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def combine(*words: Integer[Array, "..."] | int) -> UInt32[Array, "..."]:
-    """Hashes words into one word. Their order matters.
-
-    Args:
-        *words: integers, or integer arrays that broadcast together. They are taken modulo 2**32.
-
-    Returns:
-        uint32 of the broadcast shape.
+    """Hashes integers, or integer arrays that broadcast together, modulo 2**32. Order matters.
 
     >>> bool(combine(1, 2) == combine(2, 1))
     False
@@ -60,33 +45,16 @@ def combine(*words: Integer[Array, "..."] | int) -> UInt32[Array, "..."]:
 def keyed(
     index: UInt32[Array, "*shape"], key: UInt32[Array, ""] | UInt32[Array, "*shape"]
 ) -> UInt32[Array, "*shape"]:
-    """The hash of a counter under a key.
+    """The hash of a counter under a key, or under a key for each index.
 
     Keys must be well mixed (from `combine`). The index is multiplied first, so that a run or an
     arithmetic progression of indices does not get the same hashes under two keys.
-
-    Args:
-        index: counter, uint32 of any shape.
-        key: one key, or a key for each index, uint32.
-
-    Returns:
-        uint32 of index's shape.
-
-    >>> keyed(jnp.arange(4, dtype=jnp.uint32), combine(7)).shape
-    (4,)
     """
     return mix((index * np.uint32(_GOLDEN)) ^ key)
 
 
 def bounded(h: UInt32[Array, "*shape"], n: int) -> UInt32[Array, "*shape"]:
-    """Maps a hash to 0 .. n - 1 as floor(h n / 2**32), with a bias below n / 2**32.
-
-    Args:
-        h: hash, uint32 of any shape.
-        n: number of results, 1 <= n < 2**32.
-
-    Returns:
-        uint32 of the same shape, each below n.
+    """Maps a hash to 0 .. n - 1 as floor(h n / 2**32), with a bias below n / 2**32. n < 2**32.
 
     >>> bounded(jnp.uint32([0, 2**31, 2**32 - 1]), 10).tolist()
     [0, 5, 9]
@@ -101,35 +69,16 @@ def bounded(h: UInt32[Array, "*shape"], n: int) -> UInt32[Array, "*shape"]:
 
 
 def drawn(n: int, *words: Integer[Array, "..."] | int) -> Int[Array, "..."]:
-    """A number in 0 .. n - 1, drawn by the hash of words.
-
-    Args:
-        n: number of results, 1 <= n < 2**31.
-        *words: words to hash; see `combine`.
-
-    Returns:
-        int32 of the broadcast shape.
-
-    >>> [int(drawn(10, 1, word)) for word in range(4)]
-    [7, 4, 2, 5]
-    """
+    """A number in 0 .. n - 1, drawn by the hash of words; see `combine`. n < 2**31."""
     return bounded(combine(*words), n).astype(jnp.int32)
 
 
 def permute(i: Int[Array, " m"], n: int, key: Key[Array, ""]) -> Int[Array, " m"]:
-    """A pseudorandom permutation of 0 .. n - 1, evaluated at `i` only.
+    """A pseudorandom permutation of 0 .. n - 1, evaluated at `i` only. n <= 2**31.
 
-    `permute(arange(m), n, key)` draws m indices without replacement in O(m). A shuffle would take
-    O(n). Bijections of 0 .. p - 1, with the next power of two p >= n, mix the indices again and
-    again until they fall below n (cycle walking; fewer than two turns on average).
-
-    Args:
-        i: indices, int32, each in 0 .. n - 1.
-        n: number of elements, 1 <= n <= 2**31.
-        key: JAX random key that chooses the permutation.
-
-    Returns:
-        int32, distinct wherever `i` is.
+    `permute(arange(m), n, key)` draws m indices without replacement in O(m). Bijections of 0 .. p -
+    1, with the next power of two p >= n, mix the indices again and again until they fall below n
+    (cycle walking; fewer than two turns on average).
 
     >>> sorted(permute(jnp.arange(5), 5, jax.random.key(0)).tolist())
     [0, 1, 2, 3, 4]
@@ -151,11 +100,7 @@ def permute(i: Int[Array, " m"], n: int, key: Key[Array, ""]) -> Int[Array, " m"
 
 
 def as_uint32(word: Integer[Array, "*shape"] | int) -> UInt32[Array, "*shape"]:
-    """The integer or integer array as uint32, modulo 2**32.
-
-    >>> as_uint32(-1).item() == 2**32 - 1
-    True
-    """
+    """The integer or integer array as uint32, modulo 2**32."""
     if isinstance(word, int):
         return jnp.uint32(word % 2**32)
     return lax.convert_element_type(word, jnp.uint32)

@@ -1,9 +1,9 @@
 """The layout of a gradient pytree in flat buckets, planned once from shapes.
 
 Leaves with equal reducers are laid end to end, each row-major, in the order of `jax.tree.leaves`.
-Each such vector is cut into the fewest buckets within the size limit, of nearly equal sizes.
-Without a limit it is one bucket. A leaf may straddle buckets. Leaves that are not compressed are
-laid end to end in one dense vector, in the same order. Empty leaves are in neither.
+Each such vector is cut into the fewest buckets within the size limit, of nearly equal sizes. A leaf
+may straddle buckets. Leaves that are not compressed are laid end to end in one dense vector. Empty
+leaves are in neither.
 """
 
 import itertools
@@ -70,12 +70,10 @@ class Layout(NamedTuple):
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
-        """The number of elements of each bucket."""
         return tuple(_size(pieces) for pieces in self.buckets)
 
     @property
     def dense_size(self) -> int:
-        """The number of elements that are not compressed."""
         return _size(self.dense)
 
     def leaves(self, bucket: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -165,11 +163,8 @@ def _hidden(numbers: Sequence[int], x: Float[Array, " d"]) -> tuple[Int[Array, "
     XLA compiles each kernel once, however often a program has it. But constants are part of a
     kernel, so with known positions each of many leaves takes a kernel of its own, which takes a CPU
     10 ms or more to compile. With hidden ones, leaves of equal shapes share theirs. (A barrier does
-    not hide constants. On a GPU a condition would wait for the host, so they are known there.)
-
-    Args:
-        numbers: from 0 to 2**31 - 1.
-        x: an array of at least one element. No value of it changes the result.
+    not hide constants. On a GPU a condition would wait for the host, so they are known there.) `x`
+    has an element at least, and no value of it changes the result.
     """
     known = lambda *_: tuple(map(jnp.int32, numbers))
 
@@ -187,13 +182,7 @@ def _hidden(numbers: Sequence[int], x: Float[Array, " d"]) -> tuple[Int[Array, "
 
 
 def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:
-    """Float32 `x` in another float dtype. Values beyond its range are clipped.
-
-    Args:
-        x: float32 array.
-        dtype: dtype of the result.
-        summands: number of such arrays whose sum in that dtype must not overflow.
-    """
+    """Float32 `x` in another float dtype, clipped so that a sum of `summands` fits it."""
     if float(jnp.finfo(dtype).max) < LARGEST:
         x = clipped(x, dtype, summands)
     return x.astype(dtype)
@@ -222,25 +211,19 @@ def plan(
             exceed `bucket_size`.
 
     Returns:
-        The layout. Compressed elements are split evenly. Bucket sizes differ by less than twice the
-        alignment, that is, by at most one element if it is 1.
+        The layout. Bucket sizes differ by less than twice the alignment, that is, by at most one
+        element if it is 1.
 
-    Raises:
-        ValueError: the tree has no elements, a leaf is not of a float dtype, or `bucket_size` is
-            no int or below 1.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> layout = plan({"bias": jnp.zeros(8), "kernel": jnp.zeros((64, 32))})
-        >>> layout.bucket_sizes, layout.dense_size
-        ((2048,), 8)
+    >>> layout = plan({"bias": jnp.zeros(8), "kernel": jnp.zeros((64, 32))})
+    >>> layout.bucket_sizes, layout.dense_size
+    ((2048,), 8)
     """
     groups = [None if dense else 0 for dense in picked(tree, is_dense)]
     return plan_groups(tree, groups, bucket_size=bucket_size, alignment={0: alignment})
 
 
 def picked(tree: Any, rule: IsDense) -> list[bool]:
-    """Whether the rule picks each leaf. Raises ValueError as `named_leaves` does."""
+    """Whether the rule picks each leaf."""
     return [rule(path, shape) for path, shape in named_leaves(tree)]
 
 
@@ -264,8 +247,7 @@ def check_arrays(name: str, tree: Any) -> None:
 def named_leaves(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
     """The key path of each leaf, as `jax.tree_util.keystr` prints it, and its shape.
 
-    Raises:
-        ValueError: a leaf is no array or not of a float dtype, or there are no elements.
+    Raises ValueError if a leaf is no array of a float dtype, or if there are no elements.
     """
     check_arrays("leaf", tree)
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -299,17 +281,12 @@ def plan_groups(
     Args:
         tree: see `plan`.
         groups: the group of each leaf, in the order of `jax.tree.leaves`: any hashable, or None for
-            a dense leaf.
-        bucket_size: most elements that a bucket may have. None: one bucket a group.
+            a dense leaf. The layout's `groups` has that of each bucket, in the order of first
+            leaves.
+        bucket_size: see `plan`.
         alignment: alignment of each group, as in `plan`. Default: 1.
         whole_leaves: groups whose leaves must not straddle buckets. A leaf above the limit then has
             a bucket of its own.
-
-    Returns:
-        The layout. Its `groups` has the group of each bucket, in the order of first leaves.
-
-    Raises:
-        ValueError: see `plan`.
     """
     if bucket_size is not None:
         bucket_size = static_int("bucket_size", bucket_size)
@@ -391,12 +368,7 @@ def _cut(pieces: Sequence[_Piece], limit: int | None, alignment: int) -> list[tu
 
 
 def split_evenly(total: int, weights: Sequence[int]) -> list[int]:
-    """Integers that add up to `total`, as nearly proportional to `weights` as rounding allows.
-
-    Example:
-        >>> split_evenly(10, [1, 1, 1])
-        [4, 3, 3]
-    """
+    """Integers that add up to `total`, as nearly proportional to `weights` as rounding allows."""
     whole = sum(weights)
     shares = [total * weight // whole for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda i: -(total * weights[i] % whole))

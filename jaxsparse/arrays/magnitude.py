@@ -19,18 +19,13 @@ _LANES = 64
 
 
 def largest_magnitude(x: Float[Array, "..."], axis: int | None = None) -> Array:
-    """The largest |x|. It is NaN if any element is NaN, and 0 if there are no elements.
+    """The largest |x| along an axis, or of all. It is NaN if any element is NaN, and 0 of none.
 
     A floating-point maximum may miss NaN, which can lose against a number in XLA's CPU reductions.
     The bits of magnitudes, as integers, have the same order, and NaN comes after infinity.
 
-    Args:
-        x: float32 array.
-        axis: axis to reduce. None: all axes.
-
-    Example:
-        >>> largest_magnitude(jnp.float32([1.0, -3.0])).item()
-        3.0
+    >>> largest_magnitude(jnp.float32([1.0, -3.0])).item()
+    3.0
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
     if axis == 1 and x.ndim == 2 and x.shape[1] % _LANES == 0:
@@ -57,11 +52,8 @@ def scaled(x: Float[Array, "..."], axis: int | None = 1) -> tuple[Array, Array]:
     """Shares of at most 1 and the scale of each row: its largest magnitude, or SMALLEST if more.
 
     Squares of shares do not overflow, and those of the largest do not vanish. If a value of a row
-    is not finite, neither is its scale, and an infinite value has a share of NaN.
-
-    Args:
-        x: float32.
-        axis: the last axis, along which a row lies. None: all of `x` is one row.
+    is not finite, neither is its scale, and an infinite value has a share of NaN. A row lies along
+    `axis`, the last one. None: all of `x` is one row.
 
     >>> shares, scales = scaled(jnp.float32([[2**101, -2**102]]))
     >>> shares.tolist(), scales.tolist() == [2**102]
@@ -76,11 +68,7 @@ def norms(
 ) -> Array:
     """The l2 norm of each row. It is infinite beyond float32, and NaN if a value is not finite.
 
-    Args:
-        x: float32.
-        axis: see `scaled`.
-        reduce: what becomes of the squares of a row. `jnp.mean` makes root mean squares, none of
-            which overflows.
+    With `jnp.mean` to reduce the squares, it is the root mean square, which does not overflow.
 
     >>> [f"{norm:.3}" for norm in norms(jnp.float32([[3e30, -4e30], [0, 1e-30]])).tolist()]
     ['5e+30', '1e-30']
@@ -92,13 +80,8 @@ def norms(
 def clipped(x: Float[Array, "..."], dtype: DTypeLike = jnp.float32, summands: int = 1) -> Array:
     """`x` within the finite numbers of a float dtype. Infinities become its ends; NaN stays NaN.
 
-    Args:
-        x: float array.
-        dtype: dtype whose range it is. The result keeps the dtype of `x`.
-        summands: number of such arrays whose sum in that dtype must not overflow.
-
-    >>> clipped(jnp.float32([-1e6, 7]), jnp.float16).tolist()
-    [-65504.0, 7.0]
+    The sum of so many `summands` does not overflow in that dtype. The result keeps the dtype of
+    `x`.
     """
     limit = float(jnp.finfo(dtype).max)
     if summands > 1:
@@ -108,11 +91,7 @@ def clipped(x: Float[Array, "..."], dtype: DTypeLike = jnp.float32, summands: in
 
 
 def all_finite(arrays: Iterable[Any]) -> Bool[Array, ""]:
-    """Whether all floating-point values of all arrays are finite.
-
-    >>> bool(all_finite([jnp.arange(3), jnp.float32([1, jnp.inf])]))
-    False
-    """
+    """Whether all floating-point values of all arrays are finite."""
     floats = [x for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in floats]))
 
@@ -121,9 +100,6 @@ def within(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"
     """`x` with finite values clipped so that they stay finite in a float dtype.
 
     Infinities and NaN stay, so that an overflow does not look like a number.
-
-    >>> within(jnp.float32([-1e6, jnp.inf]), jnp.float16).tolist()
-    [-65504.0, inf]
     """
     return jnp.where(jnp.isfinite(x), clipped(x, dtype), x)
 

@@ -2,18 +2,10 @@
 
 Loops over tiles suit a CPU, because a tile's working set fits into a cache. A GPU has threads for a
 whole vector at once, but in a loop it starts at least one kernel a turn, some microseconds each.
-`by_platform` takes two forms of one function. The device that it is compiled for decides which of
-them runs.
+`by_platform` takes two forms of one function. The device that it is compiled for decides.
 
-These are the forms for a GPU. Slots take their maxima over the columns of a matrix that is gathered
-and never stored. Decoding gathers once for each row of a sketch, and encoding is one scatter of
-tiles. Hash extraction is one scatter-max. A k-th largest is found by digits of four bits.
-
-`tests/test_gpu_forms.py` compares the two forms on CPU. `pytest --gpu-forms` runs any test with the
-forms for GPUs, and `benchmarks/gpu_compiled.py` counts the kernels and bytes of what XLA compiles.
-Norms of blocks, top-k of groups and quantising have one form, but for what is stored on the way,
-because they are reductions along rows and elementwise work. Loops with a turn for each worker or
-pass have one form, too.
+`pytest --gpu-forms` runs any test with the forms for GPUs, and `benchmarks/gpu_compiled.py` counts
+the kernels and bytes of what XLA compiles.
 """
 
 import functools
@@ -74,11 +66,6 @@ def by_platform(
 
     Both are traced, and one is compiled. They must return the same bits, unless the caller tells
     its own callers otherwise. Tests compare the two on CPU.
-
-    Args:
-        operands: arrays.
-        default: form for CPUs and everything else.
-        gpu: form for GPUs.
     """
     return platform_dependent(*operands, default=default, cuda=gpu, rocm=gpu)
 
@@ -96,11 +83,7 @@ def over_tiles(
 
 
 def laid_around(start: Int[Array, "*tiles 1"], tile: int) -> Int[Array, "*tiles tile"]:
-    """The element of a tile at each of `tile` slots, if its first element is at slot `start`.
-
-    >>> laid_around(jnp.array([[0], [2]]), 3).tolist()
-    [[0, 1, 2], [1, 2, 0]]
-    """
+    """The element of a tile at each of `tile` slots, if its first element is at slot `start`."""
     shape = (1,) * (start.ndim - 1) + (tile,)
     within = lax.broadcasted_iota(jnp.int32, shape, start.ndim - 1) - start
     return jnp.where(within < 0, within + tile, within)
@@ -125,10 +108,7 @@ def _written(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
 
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: tuple[Array, ...]) -> Array:
-    """Zeros with the replication type of all of `like` together, to start a loop's carry.
-
-    For a single array x, `jnp.zeros_like(x, dtype, shape)` is the same.
-    """
+    """Zeros with the replication type of all of `like` together, to start a loop's carry."""
     total = jnp.zeros(shape, dtype)
     for x in like:
         total += jnp.zeros_like(x, shape=shape, dtype=dtype)
@@ -200,14 +180,7 @@ def _tile(size: int) -> int:
 def kth_largest(
     x: Shaped[Array, " n"], k: _Number, *, bits: int, key: Key = None
 ) -> UInt32[Array, ""]:
-    """The largest t that the keys of at least k elements reach.
-
-    Args:
-        x: n elements.
-        k: number of elements, 1 <= k <= n. It may be traced.
-        bits: number of bits of a key, at most 31. Keys are below 2**bits.
-        key: function that gives the keys; see `Key`.
-    """
+    """The largest t that the keys of at least k elements reach. Keys are below 2**bits <= 2**31."""
     find = functools.partial(_by_bits, k=k, bits=bits, key=key)
     return by_platform(x, default=find, gpu=functools.partial(_by_digits, k=k, bits=bits, key=key))
 
@@ -245,14 +218,10 @@ def by_digits(
     digit_bits: int,
     start: Int[Array, "*shape"],
 ) -> Int[Array, "*shape"]:
-    """Numbers found digit by digit, the highest first.
+    """Numbers of so many bits, found digit by digit, the highest first.
 
-    Args:
-        set_digit: function of the digits found so far, with zeros behind them, and of the position
-            of the next digit's lowest bit. It returns the number with that digit.
-        bits: number of bits of a number.
-        digit_bits: number of bits of a digit.
-        start: zeros.
+    `set_digit` takes the digits found so far, with zeros behind them, and the position of the next
+    digit's lowest bit. It returns the number with that digit. `start` is zeros.
     """
     digits = -(-bits // digit_bits)
 

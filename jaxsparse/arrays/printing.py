@@ -4,14 +4,9 @@ from collections.abc import Container, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
-    """Formats each row as a line, with columns as wide as their longest cell.
+    """Rows of cells as lines, with columns as wide as their longest cell.
 
-    Args:
-        rows: rows of cells, all of one length.
-        right: columns to align on the right. All others are aligned on the left.
-
-    >>> aligned([("system", "ms"), ("dense", "10.5")], right=[1])
-    ['system    ms', 'dense   10.5']
+    Columns in `right` are aligned on the right, all others on the left.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [

@@ -38,10 +38,9 @@ class Stages(Generic[T]):
         values: one value for each stage.
         boundaries: the steps at which all stages but the first begin, in increasing order.
 
-    Example:
-        >>> stages = Stages(values=(0.25, 0.01), boundaries=(100,))
-        >>> stages.at(99), stages.at(100)
-        (0.25, 0.01)
+    >>> stages = Stages(values=(0.25, 0.01), boundaries=(100,))
+    >>> stages.at(99), stages.at(100)
+    (0.25, 0.01)
     """
 
     values: tuple[T, ...]
@@ -65,23 +64,14 @@ class Stages(Generic[T]):
 
 
 def warm_up(last: float, *, steps: int, first: float = 0.25, stages: int = 4) -> Stages[float]:
-    """A density that falls exponentially from `first` to `last`, then stays.
+    """A density that falls exponentially from `first` to `last` over so many `steps`, then stays.
 
     Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3) warms up over four epochs, from
-    25 % by factors of 4.
+    25 % by factors of 4. A warm-up is not dense training: momentum that is masked where entries are
+    sent (see `error_feedback`) hardly builds up at a high density.
 
-    A warm-up is not dense training: masking (see `error_feedback`) zeroes the momentum of all
-    coordinates that are sent, so at a high density little momentum remains.
-
-    Args:
-        last: density after the warm-up.
-        steps: number of steps of the whole warm-up.
-        first: density at the beginning.
-        stages: number of stages of the warm-up, each of steps / stages steps.
-
-    Example:
-        >>> warm_up(0.25 / 4**2, steps=200, stages=2)
-        Stages(values=(0.25, 0.0625, 0.015625), boundaries=(100, 200))
+    >>> warm_up(0.25 / 4**2, steps=200, stages=2)
+    Stages(values=(0.25, 0.0625, 0.015625), boundaries=(100, 200))
     """
     if not 0 < last <= first <= 1:
         raise ValueError(f"last={last} and first={first} must satisfy 0 < last <= first <= 1")
@@ -104,14 +94,11 @@ def current(setting: T | Stages[T]) -> T:
 
 
 def check_fields(settings: Any) -> None:
-    """Checks each field of a frozen dataclass against its type.
+    """Checks each field of a frozen dataclass against its type, or raises ValueError.
 
     An int is stored as an int of Python. A float must be a number, and a value of a Literal one of
     its values. The metadata of `Annotated` types are functions of a field's name and value, which
     return the value to store or raise ValueError. None and Stages pass where the type names them.
-
-    Raises:
-        ValueError: a value does not fit.
     """
     kind: Any = type(settings)
     for name, checks in _checks(kind):
@@ -179,11 +166,7 @@ def at_least(least: int, hint: str = "") -> Check:
 
 
 def static_int(name: str, value: Any) -> int:
-    """The setting `value` as an int. It may be one of NumPy's integers.
-
-    Raises:
-        ValueError: it is a bool, a float, an array or anything else.
-    """
+    """The setting `value` as an int. It may be one of NumPy's integers, but no bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={value!r} must be an int: {_static(value)}")
     return operator.index(value)
@@ -197,11 +180,7 @@ def static_bool(name: str, value: Any) -> bool:
 
 
 def static_count(name: str, value: Any, least: int = 1) -> int:
-    """The setting `value` as an int of at least `least`.
-
-    Raises:
-        ValueError: it is no int, or smaller.
-    """
+    """The setting `value` as an int of at least `least`."""
     number = static_int(name, value)
     if number < least:
         raise ValueError(f"{name}={number} must be at least {least}")
@@ -209,11 +188,7 @@ def static_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def static_seed(name: str, value: Any) -> int:
-    """The setting `value` as a seed, 0 <= seed < 2**32.
-
-    Raises:
-        ValueError: it is no int, or out of that range. Seeds beyond it would repeat.
-    """
+    """The setting `value` as a seed, 0 <= seed < 2**32. Seeds beyond would repeat."""
     seed = static_int(name, value)
     if not 0 <= seed < 2**32:
         raise ValueError(
@@ -223,11 +198,7 @@ def static_seed(name: str, value: Any) -> int:
 
 
 def static_float(name: str, value: Any) -> float:
-    """The setting `value` as a float. It may be an int or one of NumPy's numbers.
-
-    Raises:
-        ValueError: it is a bool, an array, a string, NaN or anything else.
-    """
+    """The setting `value` as a float. It may be an int or one of NumPy's numbers, but not NaN."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number:
         raise ValueError(f"{name}={value!r} must be a number: {_static(value)}")
@@ -260,9 +231,8 @@ Seed = Annotated[int, static_seed]
 def entries(density: float | Stages[float], size: int, parts: int = 1) -> int:
     """Number of entries of each of `parts` parts: density * size / parts, rounded up, at least 1.
 
-    Example:
-        >>> entries(0.01, 1000), entries(0.01, 1000, parts=3), entries(0.01, 10)
-        (10, 4, 1)
+    >>> entries(0.01, 1000), entries(0.01, 1000, parts=3), entries(0.01, 10)
+    (10, 4, 1)
     """
     # A hair less, because 0.07 * 100, which is 7.000000000000001, must not round up to 8.
     return max(1, math.ceil(current(density) * size / parts * (1 - 1e-12)))
@@ -289,14 +259,10 @@ def check_size(name: str, size: int) -> None:
 
 
 def check_k(k: int, size: int, limit: str | None = None) -> int:
-    """The number of elements to keep as an int. Raises ValueError unless it is one in 1 .. size.
+    """The number of elements to keep as an int. Raises ValueError unless it is in 1 .. size.
 
-    Call it outside `jax.jit`, which takes k=True for k=1 once it has seen k=1.
-
-    Args:
-        k: number of elements to keep, a Python or NumPy int.
-        size: largest k.
-        limit: name of `size` in the error. None: the vector's size.
+    Call it outside `jax.jit`, which takes k=True for k=1 once it has seen k=1. `limit` names `size`
+    in the error.
     """
     k = static_int("k", k)
     if not 1 <= k <= size:

@@ -2,11 +2,7 @@
 
 Four operations have names: sum, max, min and or. A `Combination` is any other one. All are
 commutative and associative. An absent entry counts as the operation's neutral element: max(-2,
-absent) is -2, not 0.
-
-Values that travel have 4 bytes. The paper's streams may also be in double precision. Here messages
-are made of 32-bit words, residuals are float32, and JAX makes float64 only if `jax_enable_x64` is
-set, which few programs do. So the collectives refuse float64 with an error.
+absent) is -2, not 0. Values that travel have 4 bytes; collectives refuse float64.
 """
 
 import dataclasses
@@ -31,11 +27,9 @@ class Combination:
             each time, since another one compiles the step again.
         neutral: the number e for which function(e, x) is x. Entries that equal it count as absent.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> stream = SparseStream(jnp.array([2, 0, 2]), jnp.array([5.0, 1.0, 3.0]))
-        >>> to_dense(stream, 4, Combination(jnp.multiply, 1)).tolist()
-        [1.0, 1.0, 15.0, 1.0]
+    >>> stream = SparseStream(jnp.array([2, 0, 2]), jnp.array([5.0, 1.0, 3.0]))
+    >>> to_dense(stream, 4, Combination(jnp.multiply, 1)).tolist()
+    [1.0, 1.0, 15.0, 1.0]
     """
 
     function: Callable[[Array, Array], Array]
@@ -57,40 +51,24 @@ class SparseStream(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Number of slots, k."""
         return self.indices.shape[0]
 
 
 def from_dense(x: Num[Array, " d"], indices: Int[Array, " k"]) -> SparseStream:
-    """The entries of `x` at `indices`.
+    """The entries of `x` at `indices`. The size of `x` gives an empty slot, whose value is 0.
 
-    Args:
-        x: vector of d elements, of any numeric dtype.
-        indices: int32[k]. d gives an empty slot, whose value is 0.
-
-    Returns:
-        A stream of capacity k, with these indices and values of the dtype of `x`.
-
-    Example:
-        >>> from_dense(jnp.float32([5, 6, 7]), jnp.array([2, 3])).values.tolist()
-        [7.0, 0.0]
+    >>> from_dense(jnp.float32([5, 6, 7]), jnp.array([2, 3])).values.tolist()
+    [7.0, 0.0]
     """
     return SparseStream(indices, x.at[indices].get(mode="fill", fill_value=0))
 
 
 def to_dense(stream: SparseStream, size: int, op: Operation = "sum") -> Num[Array, " d"]:
-    """The dense vector of length `size`. Entries with the same index are combined.
+    """The dense vector of `size` elements. `op` combines entries with the same index.
 
-    Args:
-        stream: entries of the vector.
-        size: number of elements of the vector, d.
-        op: operation that combines entries with the same index. Absent entries count as neutral.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> stream = SparseStream(jnp.array([2, 0, 4]), jnp.array([5.0, 1.0, 0.0]))
-        >>> to_dense(stream, 4).tolist()
-        [1.0, 0.0, 5.0, 0.0]
+    >>> stream = SparseStream(jnp.array([2, 0, 4]), jnp.array([5.0, 1.0, 0.0]))
+    >>> to_dense(stream, 4).tolist()
+    [1.0, 0.0, 5.0, 0.0]
     """
     dtype = stream.values.dtype
     if not takes_duplicates(op):
@@ -115,16 +93,7 @@ def filled(
 def add_to(x: Num[Array, " d"], stream: SparseStream) -> Num[Array, " d"]:
     """The sum `x + to_dense(stream, x.size)`, without a second dense vector.
 
-    Args:
-        x: vector of d elements.
-        stream: entries of such a vector. Entries with the same index are added in any order, which
-            on a GPU may change from run to run.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> stream = SparseStream(jnp.array([2, 0, 4]), jnp.array([5.0, 1.0, 0.0]))
-        >>> add_to(jnp.ones(4), stream).tolist()
-        [2.0, 1.0, 6.0, 1.0]
+    Entries with the same index are added in any order, which on a GPU may change from run to run.
     """
     return scatter("sum", x, stream.indices, stream.values)
 
@@ -132,21 +101,13 @@ def add_to(x: Num[Array, " d"], stream: SparseStream) -> Num[Array, " d"]:
 def merge_duplicates(stream: SparseStream, size: int, op: Operation = "sum") -> SparseStream:
     """One entry for each index, in increasing order of indices, with empty slots between them.
 
-    Args:
-        stream: k entries, in any order.
-        size: number of elements of the vector, d.
-        op: operation that combines entries with the same index.
+    The stream keeps its capacity. Entries are sorted, and each combined entry is in the last slot
+    of those that it came from. The other slots are empty, so indices other than `size` increase
+    from slot to slot.
 
-    Returns:
-        A stream of the same capacity k. Entries are sorted, and each combined entry is in the last
-        slot of those that it came from. The other slots are empty, so indices other than d increase
-        from slot to slot.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> stream = SparseStream(jnp.array([2, 0, 2]), jnp.array([5.0, 1.0, 3.0]))
-        >>> [x.tolist() for x in merge_duplicates(stream, 4)]
-        [[0, 4, 2], [1.0, 0.0, 8.0]]
+    >>> stream = SparseStream(jnp.array([2, 0, 2]), jnp.array([5.0, 1.0, 3.0]))
+    >>> [x.tolist() for x in merge_duplicates(stream, 4)]
+    [[0, 4, 2], [1.0, 0.0, 8.0]]
     """
     check_operation(op, stream.values.dtype)
     indices, values = jax.lax.sort((stream.indices, stream.values), num_keys=1)
@@ -181,17 +142,7 @@ def _differs(indices: Int[Array, " k"], offset: int) -> Bool[Array, " k"]:
 
 
 def add(a: SparseStream, b: SparseStream, size: int, op: Operation = "sum") -> SparseStream:
-    """The entries of both streams, combined where indices are equal. The capacities add up.
-
-    Args:
-        a: entries of a vector of `size` elements, with distinct indices.
-        b: entries of another such vector, with distinct indices, too.
-        size: number of elements of the vectors, d.
-        op: operation that combines entries with the same index.
-
-    Returns:
-        A stream like that of `merge_duplicates`.
-    """
+    """The entries of both streams of distinct indices, combined as by `merge_duplicates`."""
     both = SparseStream(*(jnp.concatenate(pair) for pair in zip(a, b)))
     check_operation(op, both.values.dtype)
     indices, values = jax.lax.sort((both.indices, both.values), num_keys=1)
@@ -203,30 +154,19 @@ def add(a: SparseStream, b: SparseStream, size: int, op: Operation = "sum") -> S
 def delta(size: int, entry_bytes: float = 8, dense_bytes: float = 4) -> int:
     """The number of entries up to which a sparse message is no longer than a dense one.
 
-    Args:
-        size: number of elements of the vector, d.
-        entry_bytes: bytes of one entry on the wire: 8 for an int32 index and a float32 value.
-        dense_bytes: bytes of one element of the dense vector.
+    An entry has 8 bytes if it is an int32 index and a float32 value. SparCML, section 5.1.
 
-    SparCML, section 5.1: size * dense_bytes / entry_bytes.
-
-    Example:
-        >>> delta(1000)
-        500
+    >>> delta(1000)
+    500
     """
     return int(size * dense_bytes / entry_bytes)
 
 
 def check_operation(op: Operation, dtype: DTypeLike) -> None:
-    """Checks an operation.
+    """Raises ValueError unless an operation is known, and defined for values of a dtype.
 
-    Args:
-        op: the operation that a user gave.
-        dtype: dtype of the values that it combines.
-
-    Raises:
-        ValueError: the operation is unknown, or not defined for the dtype; or the function of a
-            `Combination` is not commutative, changes shape or dtype, or has another neutral number.
+    The function of a `Combination` is tried: it must be commutative, keep shape and dtype, and have
+    that neutral number.
     """
     if isinstance(op, Combination):
         return _check_combination(op, dtype)
@@ -279,27 +219,15 @@ def _check_combination(op: Combination, dtype: DTypeLike) -> None:
 
 
 def takes_duplicates(op: Operation) -> bool:
-    """Whether `scatter` combines values whose indices are equal.
-
-    Args:
-        op: an operation. It is so for "sum", "max" and "min".
-    """
+    """Whether `scatter` combines values whose indices are equal."""
     return op in ("sum", "max", "min")
 
 
 def neutral(op: Operation, dtype: DTypeLike) -> Num[Array, ""]:
     """The element e with combine(op, e, x) == x.
 
-    Args:
-        op: an operation.
-        dtype: dtype of the result.
-
-    Raises:
-        ValueError: as `check_operation`.
-
-    Example:
-        >>> neutral("max", "float32").item()
-        -inf
+    >>> neutral("max", "float32").item()
+    -inf
     """
     check_operation(op, dtype)
     if isinstance(op, Combination):
@@ -313,13 +241,7 @@ def neutral(op: Operation, dtype: DTypeLike) -> Num[Array, ""]:
 
 
 def combine(op: Operation, a: Num[Array, "*shape"], b: Num[Array, "*shape"]) -> Array:
-    """Two arrays combined element by element.
-
-    Args:
-        op: an operation.
-        a: array of any shape.
-        b: array of the same shape and dtype.
-    """
+    """Two arrays of one shape and dtype combined element by element."""
     if isinstance(op, Combination):
         return op.function(a, b)
     functions = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.bitwise_or}
@@ -327,14 +249,9 @@ def combine(op: Operation, a: Num[Array, "*shape"], b: Num[Array, "*shape"]) -> 
 
 
 def scatter(op: Operation, dense: Num[Array, " d"], indices: Array, values: Array) -> Array:
-    """`dense` with `values` combined into it at `indices`.
+    """`dense` with `values` combined into it at `indices`. Those out of range are ignored.
 
-    Args:
-        op: an operation.
-        dense: vector of d elements.
-        indices: int32[k]. Those out of range are ignored. An index may repeat if the operation
-            `takes_duplicates`.
-        values: k values of the dtype of `dense`.
+    An index may repeat if the operation `takes_duplicates`.
     """
     at = dense.at[indices]
     if op == "sum":

@@ -20,11 +20,11 @@ from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields, words
 from jaxsparse.arrays.platforms import zeros
 from jaxsparse.arrays.settings import static_int
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs.ranges import sorter
+from jaxsparse.codecs.codec import sorter
 from jaxsparse.select.compaction import running_sum
 
 
-class _Layout(NamedTuple):
+class _IndexBits(NamedTuple):
     """The parts of a message's indices, in bits."""
 
     low: int  # bits of an index that travel as they are
@@ -46,12 +46,8 @@ class EliasFano:
     Attributes:
         value_bits: bits of a value: 2, 4, 8, 16 or 32.
 
-    Raises:
-        ValueError: it is none of these.
-
-    Example:
-        >>> EliasFano().words(512, 4096) * 32 / 512  # 5 bits of index, 2 of value, 1/8 of levels
-        7.125
+    >>> EliasFano().words(512, 4096) * 32 / 512  # 5 bits of index, 2 of value, 1/8 of levels
+    7.125
     """
 
     value_bits: Literal[2, 4, 8, 16, 32] = 2
@@ -62,12 +58,10 @@ class EliasFano:
 
     @property
     def is_exact(self) -> bool:
-        """Whether values have 32 bits."""
         return self._values.is_exact
 
     @property
     def is_local(self) -> bool:
-        """Whether values have 16 or 32 bits."""
         return self.value_bits >= 16
 
     @property
@@ -75,7 +69,6 @@ class EliasFano:
         return quantize.entry_values(self.value_bits)
 
     def check(self, dtype: DTypeLike) -> None:
-        """Raises ValueError unless the dtype is float32."""
         if jnp.dtype(dtype) != jnp.float32:
             raise ValueError(
                 f"values have dtype {jnp.dtype(dtype)}: EliasFano sends float32; use codecs.COO, "
@@ -83,13 +76,11 @@ class EliasFano:
             )
 
     def words(self, capacity: int, size: int) -> int:
-        """The number of words of the bitmap, the low bits, the values and their levels."""
         layout = _layout(capacity, size)
         indices = words(layout.bitmap) + field_words(capacity, layout.low)
         return indices + self._values.words(capacity)
 
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
-        """The message."""
         self.check(stream.values.dtype)
         capacity = stream.capacity
         layout = _layout(capacity, size)
@@ -108,7 +99,6 @@ class EliasFano:
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
-        """The stream, in the order of the indices' high bits."""
         layout = _layout(capacity, size)
         end = words(layout.bitmap)
         values_at = end + field_words(capacity, layout.low)
@@ -122,7 +112,7 @@ class EliasFano:
         return SparseStream(indices, jnp.where(is_entry, values, jnp.zeros_like(values)))
 
     def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
-        """See `Codec`. It decodes what it encodes, so that sender and receivers agree."""
+        """Decodes what it encodes, so that sender and receivers agree."""
         if self.is_exact:
             return stream.values
         capacity = stream.capacity
@@ -202,16 +192,16 @@ def _placed(
     return padded.at[places + 1].add(values, mode="drop")[1:]
 
 
-def _highs(layout: _Layout, size: int) -> int:
+def _highs(layout: _IndexBits, size: int) -> int:
     """The number of values that high bits have."""
     return -(-size >> layout.low)
 
 
-def _layout(capacity: int, size: int) -> _Layout:
+def _layout(capacity: int, size: int) -> _IndexBits:
     """The number of low bits with the shortest indices, and of these the one with fewest high bits.
 
     >>> _layout(512, 4096), _layout(64, 4096), _layout(5, 0)
-    (_Layout(low=3, bitmap=1024), _Layout(low=6, bitmap=128), _Layout(low=0, bitmap=5))
+    (_IndexBits(low=3, bitmap=1024), _IndexBits(low=6, bitmap=128), _IndexBits(low=0, bitmap=5))
     """
-    layouts = [_Layout(low, capacity + -(-size >> low)) for low in reversed(range(32))]
+    layouts = [_IndexBits(low, capacity + -(-size >> low)) for low in reversed(range(32))]
     return min(layouts, key=lambda one: words(one.bitmap) + field_words(capacity, one.low))

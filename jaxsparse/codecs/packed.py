@@ -8,7 +8,7 @@ from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 from jaxsparse.arrays.bits import float_bits, from_float_bits
 from jaxsparse.arrays.magnitude import rounded
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs.ranges import sorter
+from jaxsparse.codecs.codec import sorter
 
 # Entries in a range of this many elements have equal upper bits of their indices.
 _RANGE = 2**16
@@ -38,7 +38,6 @@ class Packed:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
     def check(self, dtype: DTypeLike) -> None:
-        """Raises ValueError unless the dtype is float32."""
         if jnp.dtype(dtype) != jnp.float32:
             raise ValueError(
                 f"values have dtype {jnp.dtype(dtype)}: Packed rounds float32 to 16 bits; use "
@@ -50,7 +49,7 @@ class Packed:
         return capacity + _header(size)
 
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
-        """The message. An empty slot is the word 0, a value of +0 that changes no sum."""
+        """An empty slot is the word 0, a value of +0 that changes no sum."""
         self.check(stream.values.dtype)
         indices, values = stream
         ends = jnp.zeros((0,), jnp.uint32)
@@ -65,7 +64,6 @@ class Packed:
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
-        """The stream, in the order of ranges if the vector has several."""
         header = _header(size)
         ends, words = message[:header], message[header:]
         indices = (words >> jnp.uint32(16)).astype(jnp.int32)
@@ -78,7 +76,7 @@ class Packed:
         return SparseStream(indices, from_float_bits(words, self.dtype).astype(dtype))
 
     def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
-        """See `Codec`. Values that are not finite stay: clipped, they would look like sums."""
+        """Values that are not finite stay: clipped, they would look like sums."""
         del size
         return rounded(stream.values, self.dtype)
 

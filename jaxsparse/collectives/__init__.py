@@ -1,10 +1,13 @@
 """Sums of vectors over workers, one system a file.
 
 Every worker of an axis calls them, inside `jax.shard_map` or `jax.vmap(axis_name=...)`, for any
-number of workers. The sparse all-reduces take a `SparseStream` and return an `AllReduced`. Partial
-sums are dense in memory: arriving entries are added to a dense array (of a range, or of the whole
-vector), and `select.compact` takes entries out again, in a pass or two. A merge of sorted streams
-would need sorts, which cost more on a CPU from a density of 0.3 % on.
+number of workers. The sparse all-reduces take a `SparseStream` over vectors of `size` elements and
+return an `AllReduced`. Their `op` combines entries, by name or as a `stream.Combination`; only for
+sums may the `codec` of the messages round, or a capacity bound them.
+
+Partial sums are dense in memory: arriving entries are added to a dense array (of a range, or of the
+whole vector), and `select.compact` takes entries out again, in a pass or two. A merge of sorted
+streams would need sorts, which cost more on a CPU from a density of 0.3 % on.
 """
 
 from jaxsparse.collectives.gtopk import gtopk as gtopk

@@ -19,23 +19,15 @@ def gtopk(
 ) -> AllReduced:
     """Workers at distance 1, 2, 4, ... swap k entries, add them, and keep the k largest.
 
-    The paper merges up a tree and broadcasts the result down it, in 2 log2 W rounds with
-    4 k log2 W words (for the root's children). Swapping takes half of both and ends with the result
-    on all workers. If W is not a power of two, let P be the largest one below W. The last W - P
-    workers first send their entries to the first ones, and receive the result at the end.
+    The paper merges up a tree and broadcasts the result down it, in 2 log2 W rounds with 4 k log2 W
+    words (for the root's children). Swapping takes half of both and ends with the result on all
+    workers. If W is not a power of two, let P be the largest one below W. The last W - P workers
+    first send their entries to the first ones, and receive the result at the end.
 
     After the exchange at distance 2^t, 2^(t+1) workers drop the same entries. The residual of each
     keeps 2^-(t+1) of them. The paper loses them where the index is delivered in part.
 
-    Args:
-        stream: float32, k entries with distinct indices.
-        size: number of elements of the vector, d.
-        axis_name: the axis of the workers.
-        codec: wire format of the messages.
-
-    Returns:
-        The sum of the streams, of at most k entries. The residual is this worker's share of the
-        dropped entries and of rounding. The overflow is 0.
+    The stream has k distinct indices.
     """
     workers = wire.axis_size(axis_name)
     power = 1 << (workers.bit_length() - 1)

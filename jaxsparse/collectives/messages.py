@@ -29,10 +29,8 @@ from jaxsparse.codecs.codec import left_of
 class AllReduced(NamedTuple):
     """The entries of all workers' streams over vectors of d elements, combined.
 
-    For sums, `sum over workers of to_dense(stream) == total + sum over workers of residual`.
-
-    If a worker's residual has only parts of its own n entries, an all-reduce may give it at these
-    entries alone. Then no vector is made for it.
+    For sums, `sum over workers of to_dense(stream) == total + sum over workers of residual`. If a
+    worker's residual has only parts of its own n entries, an all-reduce may give it at these alone.
     """
 
     total: Num[Array, " d"]  # equal on all workers; the neutral element where there are no entries
@@ -43,7 +41,6 @@ class AllReduced(NamedTuple):
     indices: Int[Array, " n"] | None = None
 
     def whole(self) -> "AllReduced":
-        """The same result with the residual as a vector of d elements."""
         if self.indices is None:
             return self
         residual = to_dense(SparseStream(self.indices, self.residual), self.total.size)
@@ -55,14 +52,7 @@ class MessageFormat:
     """Messages that carry vectors of `size` elements with at most `capacity` entries.
 
     Entries are the elements that differ from the operation's neutral element. A message is a dense
-    array if a stream of this capacity would be no shorter (SparCML's delta).
-
-    Attributes:
-        size: number of elements of the vector.
-        capacity: the most entries that the vector may have.
-        op: operation that combines vectors.
-        dtype: dtype of the vector, 4 bytes wide.
-        codec: wire format of sparse messages.
+    array if a stream of this capacity would be no shorter (SparCML's delta). Values have 4 bytes.
     """
 
     size: int
@@ -84,17 +74,14 @@ class MessageFormat:
 
     @property
     def is_dense(self) -> bool:
-        """Whether messages are dense arrays."""
         return self.codec.words(self.capacity, self.size) >= self.size
 
     @property
     def words(self) -> int:
-        """The number of words of a message."""
         return self.size if self.is_dense else self.codec.words(self.capacity, self.size)
 
     @property
     def is_exact(self) -> bool:
-        """Whether messages round no value."""
         return self.is_dense or self.codec.is_exact
 
     def extract(self, x: Num[Array, " size"]) -> SparseStream:
@@ -117,9 +104,8 @@ class MessageFormat:
     ) -> tuple[Num[Array, " size"], Num[Array, " size"], Int[Array, ""]]:
         """What arrives of partial sums `x`, what does not, and the number of sums without room.
 
-        Args:
-            x: the sums. If they are more than `capacity`, the largest get the room.
-            is_bounded: whether there may be more. False saves counting them.
+        If there are more than `capacity`, the largest get the room. `is_bounded` is False if there
+        can't be, which saves counting them.
         """
         count = jnp.int32(0)
         if self.op != "sum" or self.is_dense:
@@ -136,7 +122,6 @@ class MessageFormat:
         return sent, left_of(x, sent), count
 
     def pack(self, x: Num[Array, " size"]) -> UInt32[Array, " words"]:
-        """The message."""
         if self.is_dense:
             return codecs.bits(x)
         return self.codec.encode(self.extract(x), self.size)
@@ -152,13 +137,11 @@ class MessageFormat:
         return self.codec.encode(stream, self.size), lost
 
     def merge(self, x: Num[Array, " size"], message: UInt32[Array, " words"]) -> Array:
-        """Combines `x` with the vector of a message."""
         if self.is_dense:
             return combine(self.op, x, codecs.from_bits(message, self.dtype))
         return scatter(self.op, x, *self._entries(message))
 
     def vector(self, message: UInt32[Array, " words"]) -> Num[Array, " size"]:
-        """The vector of a message."""
         if self.is_dense:
             return codecs.from_bits(message, self.dtype)
         entries = self._entries(message)
@@ -180,7 +163,6 @@ class MessageFormat:
         return jax.lax.scan(step, total, messages[1:])[0]
 
     def ranges(self, messages: UInt32[Array, "n words"]) -> Num[Array, " n*size"]:
-        """The vectors of all messages, end to end."""
         return jax.vmap(self.vector)(messages).reshape(-1)
 
 

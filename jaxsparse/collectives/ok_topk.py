@@ -1,12 +1,10 @@
 """Ok-Topk: balanced regions, and sums above reused thresholds (Li and Hoefler, PPoPP 2022).
 
-Regions of a vector, one for each worker to add up, with about equally many entries (Ok-Topk).
-
-Regions come from a histogram of the selected indices in 1024 bins, summed over workers. (The paper
-averages the workers' own boundaries.) So the state's shape does not depend on W, and regions are
-balanced for the sum. Bins are dealt to owners, heaviest first. An owner gets at most 3/2 of an even
-number of bins. So a region, and the vector that its owner adds up, has 3/2 d / W elements for any
-gradients.
+Each worker adds up one region of the vector. Regions have about equally many entries. They come
+from a histogram of the selected indices in 1024 bins, summed over workers. (The paper averages the
+workers' own boundaries.) So the state's shape does not depend on W, and regions are balanced for
+the sum. Bins are dealt to owners, heaviest first. An owner gets at most 3/2 of an even number of
+bins. So a region, and the vector that its owner adds up, has 3/2 d / W elements for any gradients.
 """
 
 import dataclasses
@@ -39,14 +37,9 @@ def bin_count(size: int) -> int:
 class Regions:
     """Regions of W workers, with equally many places for bins from anywhere in the vector.
 
-    (The paper's regions are intervals, and one of them may be nearly all of the vector. With
-    regions of one length, each worker adds up 3/2 d / W elements for any gradients.) There are 3/2
-    as many places as bins, so that the owner of a heavy bin need own no others, if there are 3
+    (The paper's regions are intervals, and one of them may be nearly all of the vector.) There are
+    3/2 as many places as bins, so that the owner of a heavy bin need own no others, if there are 3
     workers or more. Positions count elements in the order of places, region after region.
-
-    Attributes:
-        size: number of elements of the vector, d.
-        workers: number of workers, W.
     """
 
     size: int
@@ -67,7 +60,6 @@ class Regions:
 
     @property
     def bin_size(self) -> int:
-        """The number of elements of a bin."""
         return -(-self.size // self.bins)
 
     @property
@@ -80,7 +72,6 @@ class Regions:
 
     @property
     def length(self) -> int:
-        """The number of positions of one region."""
         return self.places * self.bin_size
 
     @property
@@ -89,11 +80,7 @@ class Regions:
         return self.workers * self.length
 
     def draw(self, counts: Int[Array, " bins"]) -> Int[Array, " bins"]:
-        """Deals a place to each bin, heaviest first, at the owner with the fewest entries so far.
-
-        Args:
-            counts: number of entries in each bin.
-        """
+        """Deals a place to each bin, heaviest first, at the owner with the fewest entries yet."""
         order = jnp.argsort(-counts)
         most = jnp.int32(2**31 - 1)
 
@@ -133,16 +120,10 @@ class Regions:
 def by_owner(
     positions: Int[Array, " k"], regions: Regions, room: int
 ) -> tuple[Int[Array, "workers room"], Int[Array, ""]]:
-    """Sorts positions into a row for each owner.
+    """Sorts positions, in any order, into a row of `room` slots for each owner.
 
-    Args:
-        positions: k positions in any order. `regions.positions` marks an empty slot.
-        regions: the regions of the owners.
-        room: number of slots in a row. An owner's first positions get them.
-
-    Returns:
-        Rows of increasing positions, which end with empty slots. The number of positions that are
-        not in them.
+    An owner's first positions get the room. Rows increase, and end with empty slots,
+    `regions.positions`. The result has the number of positions without room, too.
     """
     positions = jax.lax.sort(positions, is_stable=False)
     bounds = jnp.arange(regions.workers + 1, dtype=jnp.int32) * regions.length
@@ -201,10 +182,6 @@ def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     that magnitude until there are k. It never selects zeros. If sampling a large vector would take
     longer, as for k below 2000, `select.fast_top_k` selects k elements instead. Slots without an
     entry have index d and value 0.
-
-    Args:
-        x: vector of d elements, float32 without NaN.
-        k: number of elements wanted, 1 <= k <= d.
     """
     if x.size >= _LARGE and _READS * sample_size(x.size, k) > x.size:
         return select.fast_top_k(x, k)
@@ -245,8 +222,8 @@ def ok_topk(
     entries to the owners of the regions, and owners add them up. Owners hand on the large sums so
     that all workers have equally many. Then all workers gather these sums. The threshold is the
     k-th largest sum at the step that takes it, and later steps reuse it. (The paper also reuses
-    each worker's own threshold, so that selection is one pass over x in most steps. Here a sample
-    gives a new one at each step, which takes less than that pass.)
+    each worker's own threshold. Here a sample gives a new one at each step, which takes less than
+    the pass over x that it would save.)
 
     Each message has room for C = ceil(capacity_factor k / W) entries, or for all entries of a
     region if they are fewer. Entries without room stay with their workers. If too many sums pass
@@ -256,17 +233,16 @@ def ok_topk(
 
     Args:
         x: this worker's vector of d elements, float32.
-        k: number of entries wanted from each worker and in the result. `top_k` may select more or
-            fewer.
+        k: number of entries wanted from each worker and in the result.
         agreed: the `Agreed` of the step before.
         refresh: whether to take a new threshold even if the old one served; equal on all workers.
         rebalance: whether to draw new regions even if the old ones served; equal on all workers.
         axis_name: the axis of the workers.
-        codec: wire format of the messages. If its values share levels, as those of
-            `codecs.EliasFano` in few bits do, the messages between owners have 32 bits a value.
-        capacity_factor: room in messages, in multiples of k / W entries. A smaller factor means
-            fewer words and more overflow. With 1, more than k entries never fit.
-        top_k: function that selects the entries.
+        codec: wire format. If its values share levels, as those of `codecs.EliasFano` in few bits
+            do, the messages between owners have 32 bits a value.
+        capacity_factor: room in messages, in multiples of k / W entries. With 1, more than k
+            entries never fit.
+        top_k: function that selects the entries, maybe more or fewer than k.
     """
     regions = Regions(x.size, wire.axis_size(axis_name))
     room = _room(k, regions, capacity_factor)
@@ -353,7 +329,6 @@ class _Messages(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """The largest number of sums that are delivered."""
         return self.regions.workers * self.room
 
     def to_owners(self, x: Array, place: Array, indices: Array) -> _ToOwners:

@@ -35,7 +35,6 @@ def quantized_all_reduce(
     of each range and sends it to the owner (an all-to-all). The owner adds its own part,
     unquantised, to the parts that arrive, quantises the sum and sends it to all (an all-gather). A
     single worker sends nothing and rounds nothing. Last workers may own fewer elements, or none.
-
     Quantising twice is dist-EF-blockSGD's two-way compression (Zheng et al., NeurIPS 2019, Alg. 2),
     with a parameter server for each range.
 
@@ -51,11 +50,7 @@ def quantized_all_reduce(
             so each error goes through one contraction.
 
     Returns:
-        The total, equal on all workers, the residual, and no overflow. If a sum overflows, no sum
-        of its group is finite.
-
-    Raises:
-        ValueError: the quantiser takes no key, or needs one, or indices of `x` do not fit int32.
+        The total, the residual, and no overflow. If a sum overflows, no sum of its group is finite.
     """
     check_size("x.size", x.size)
     if key is None:

@@ -31,11 +31,7 @@ from jaxsparse.comm.wire import Group
 
 
 def room_in(name: str, capacity: int | None, most: int, op: Operation) -> int:
-    """The room in a message, in entries: `capacity`, but no more than `most`. None: `most`.
-
-    Raises:
-        ValueError: `capacity` is no int, is below 1, or bounds messages that do not carry sums.
-    """
+    """The room in a message, in entries: `capacity`, but no more than `most`. None: `most`."""
     if capacity is None:
         return most
     if op != "sum":
@@ -73,14 +69,12 @@ def split(
 
     Worker w owns elements w m to (w + 1) m - 1 with m = ceil(d / W). Last workers may own fewer.
     (The paper gives the last worker the remainder of d / W, which would make all messages longer.)
-
     It is one all-to-all. A worker receives (W - 1) messages with room for k entries, or for
     `capacity`. Neutral values (zeros, for sums) are no entries, and take no room.
 
-    Returns:
-        The total of this worker's own range, of m elements. The residual of W m elements: entries
-        that this worker could not send, and their rounding. The number of its entries without
-        room.
+    The total is that of this worker's own range, of m elements. The residual, of W m elements, has
+    the entries that it could not send, and their rounding. The overflow counts its entries without
+    room.
     """
     workers = wire.axis_size(axis_name)
     k, dtype = stream.capacity, stream.values.dtype
@@ -113,17 +107,10 @@ def split(
 def into_bins(
     stream: SparseStream, owner: Int[Array, " k"], bins: int, capacity: int, empty: int
 ) -> tuple[SparseStream, Bool[Array, " k"]]:
-    """Sorts entries by owner.
+    """Sorts entries by owner into streams of shape (bins, capacity).
 
-    Args:
-        stream: k entries.
-        owner: the owner of each entry, or `bins` for entries without one.
-        bins: number of owners.
-        capacity: room in an owner's bin, in entries. The first ones in the stream's order get it.
-        empty: index of an empty slot of a bin.
-
-    Returns:
-        Streams of shape (bins, capacity), and a mask of the entries that they contain.
+    An owner of `bins` means none. An owner's first entries in the stream's order get the room, and
+    empty slots have the index `empty`. The mask tells which entries have room.
     """
     order = jnp.argsort(owner, stable=True)
     sorted_owner = owner[order]
@@ -168,8 +155,7 @@ def split_allgather(
         stream: k entries; an index may repeat.
         size: number of elements of the vector, d.
         axis_name: the axis of the workers.
-        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
-            may the codec round or the capacity be bounded.
+        op: operation that combines entries.
         codec: wire format of sparse messages.
         capacity: room for a worker's entries in one owner's range. An even share is k / W. None:
             room for all k. Entries without room, the stream's last ones for an owner, stay in the
@@ -177,9 +163,6 @@ def split_allgather(
         union_capacity: room for the sums of one owner. k / W suffices if all workers have the same
             indices and these are spread evenly. None: room for all possible sums. Sums without
             room, the smallest ones, stay in the owner's residual and are counted.
-
-    Raises:
-        ValueError: the op is unknown, or does not go with this dtype, codec or capacity.
     """
     workers = wire.axis_size(axis_name)
     total, residual, overflow, _ = split(
@@ -228,25 +211,14 @@ def dsar_split_allgather(
 ) -> AllReduced:
     """As `split_allgather`, but owners send their ranges as dense arrays.
 
-    Use it if the supports fill in so much that the sum is dense. The second half receives
-    (W - 1)/W d words, or fewer if it is quantised.
+    Use it if the supports fill in so much that the sum is dense. The second half receives (W - 1)/W
+    d words, or fewer if a `quantizer` rounds sums, which alone can be quantised. Codec and capacity
+    are those of the first half.
 
-    Args:
-        stream: k entries; an index may repeat.
-        size: number of elements of the vector, d.
-        axis_name: the axis of the workers.
-        op: operation that combines entries, by name or as a `stream.Combination`. Only sums can
-            be quantised.
-        codec: wire format of the first half.
-        capacity: as in `split_allgather`, for the first half.
-        quantizer: quantiser of the second half. None: float32.
-        key: key of stochastic rounding, the same on all workers and fresh at each step. The total
-            is then unbiased, and the residual does *not* keep the error, as in the paper. None
-            rounds to nearest, and the residual keeps the error. Quantisers are refused if the
-            residual could grow without bound.
-
-    Raises:
-        ValueError: the op is unknown, or does not go with this dtype, codec, capacity or quantiser.
+    With a key for stochastic rounding, the same on all workers and fresh at each step, the total is
+    unbiased, and the residual does *not* keep the error, as in the paper. Without one, it rounds to
+    nearest, and the residual keeps the error. Quantisers are then refused if the residual could
+    grow without bound.
     """
     if quantizer is not None and op != "sum":
         raise ValueError(f"quantizer={quantizer}, but only sums can be quantised, not op={op!r}")
@@ -291,26 +263,12 @@ def recursive_double(
 
     Messages have room for all possible entries, 2^t k at stage t. They are dense arrays from
     SparCML's delta on. If W is not a power of two, let P be the largest one below W. The last W - P
-    workers first send their entries to the first ones, and receive the result at the end.
+    workers first send their entries to the first ones, and receive the result at the end. Workers
+    that hold the same partial sum share the codec's rounding of it.
 
     It takes log2 W rounds, and 2 more if W is no power of two. The paper's words (section 5.3.1)
     are between log2(W) 2k, if all supports are equal, and (W - 1) 2k, if they are disjoint. With
     static shapes it is always the latter.
-
-    Args:
-        stream: k entries; an index may repeat.
-        size: number of elements of the vector, d.
-        axis_name: the axis of the workers.
-        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
-            may the codec round.
-        codec: wire format of sparse messages.
-
-    Returns:
-        The total and the residual. Workers that hold the same partial sum share the codec's
-        rounding of it.
-
-    Raises:
-        ValueError: the op is unknown, or does not go with this dtype or codec.
     """
     workers = wire.axis_size(axis_name)
     power, k = _power(workers), stream.capacity
@@ -379,25 +337,10 @@ def all_gather_sum(
 ) -> AllReduced:
     """Every worker receives every worker's entries and combines them, in order of rank.
 
-    It is one all-gather, of (W - 1) 2k words in COO. It is the simplest all-reduce, and the most
-    expensive one for many workers.
-
-    Args:
-        stream: k entries.
-        size: number of elements of the vector, d.
-        axis_name: the axis of the workers.
-        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
-            may the codec round.
-        codec: wire format of sparse messages.
-        distinct: whether no index repeats in a stream, as after a top-k. This saves a sort.
-
-    Returns:
-        The combined entries. The residual is the rounding error of each of this worker's entries,
-        in the stream's order if `distinct`, or else in increasing order of indices. The overflow
-        is 0.
-
-    Raises:
-        ValueError: the op is unknown, or does not go with this dtype or codec.
+    It is one all-gather, of (W - 1) 2k words in COO: the simplest all-reduce, and the most
+    expensive one for many workers. The residual is the rounding error of each of this worker's
+    entries, in the stream's order if they are `distinct`, or else in increasing order of indices.
+    `distinct` says that no index repeats in a stream, as after a top-k, which saves a sort.
     """
     message_format = MessageFormat(size, stream.capacity, op, stream.values.dtype, codec)
     if not distinct:  # a GPU scatters equal indices in any order, and replicas would drift
@@ -418,20 +361,8 @@ def sparse_ring(
 ) -> AllReduced:
     """Sends partial sums of W ranges round a ring, and then the sums round it once more.
 
-    It takes 2 (W - 1) rounds.
-
-    Args:
-        stream: k entries; an index may repeat.
-        size: number of elements of the vector, d.
-        axis_name: the axis of the workers.
-        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
-            may the codec round or the capacity be bounded.
-        codec: wire format of sparse messages.
-        capacity: room in messages, in entries. None: room for all. If a partial sum has more
-            entries, the smallest stay in the sender's residual and are counted.
-
-    Raises:
-        ValueError: the op is unknown, or does not go with this dtype, codec or capacity.
+    It takes 2 (W - 1) rounds. `capacity` is the room in messages, in entries. None: room for all.
+    If a partial sum has more entries, the smallest stay in the sender's residual and are counted.
     """
     ring = Group.whole(axis_name)
     n, rank, dtype = ring.size, ring.rank, stream.values.dtype

@@ -2,11 +2,6 @@
 
 Spar-Reduce-Scatter (section III-B) cuts each block before it is sent. Spar-All-Gather (III-D) sums
 blocks over teams: R-SAG for a power of two of teams, B-SAG for any number.
-
-Spar-Reduce-Scatter works in one buffer. Entries that arrive are added to it one by one. Nothing is
-added to a block that has been sent, so the buffer ends as the discarded part of each block.
-B-SAG's step never gets shorter than its first. Halved at each turn, it would shrink to nothing
-while h is right.
 """
 
 import functools
@@ -40,23 +35,13 @@ def spar_reduce_scatter(
 ) -> Scattered:
     """Member i of each group receives the sum of row i. Nobody sends more than k entries of a row.
 
-    Blocks are numbered from the worker's own block, 0. Let D = 2^(l - i) at step i of
-    l = ceil(log2 n). A worker sends blocks D to min(2D, n) - 1 to the member D further on, where
-    they are blocks 0, 1, ... So all n workers work at each step, for any n, and each block is sent
-    once. A block is cut to its k largest entries just before it is sent, and not after each
-    addition (the paper's "optimization for SRS"). The own block is cut last.
+    Blocks are numbered from the worker's own block, 0. Let D = 2^(l - i) at step i of l = ceil(log2
+    n). A worker sends blocks D to min(2D, n) - 1 to the member D further on, where they are blocks
+    0, 1, ... So all n workers work at each step, for any n, and each block is sent once. `select`
+    cuts a block to its k largest entries just before it is sent, and not after each addition (the
+    paper's "optimization for SRS"). The own block is cut last, and not rounded by the codec.
 
     Rounds: ceil(log2 n). Words received: (n - 1) codec.words(k, m), in COO 2 k (n - 1).
-
-    Args:
-        rows: float32, one block for each member.
-        k: number of entries of a block that are sent, 1 <= k <= m.
-        group: the n workers that take part.
-        select: function that selects the k largest entries, or nearly so.
-        codec: wire format of the messages.
-
-    Returns:
-        The own block, not yet rounded by the codec, and the parts that this worker discarded.
     """
     n, m = rows.shape
     # Nothing is added to a block that has been sent, so `sums` ends as the parts discarded.
@@ -103,17 +88,10 @@ def largest(stream: SparseStream, k: int) -> tuple[SparseStream, SparseStream]:
 def largest_sums(
     a: SparseStream, b: SparseStream, size: int, k: int, holders: int
 ) -> tuple[SparseStream, SparseStream]:
-    """The k largest sums of two streams, and each holder's share of the other sums.
+    """The k largest sums of two streams, and each of `holders` workers' share of the other sums.
 
-    A sum that overflows is among the largest. Where it finds no room, it is clipped, because an inf
-    would stay in the residual for ever.
-
-    Args:
-        a: entries with distinct indices.
-        b: other entries with distinct indices.
-        size: number of elements of the vectors, d.
-        k: number of sums to keep.
-        holders: number of workers that have these two streams.
+    Each stream has distinct indices. A sum that overflows is among the largest. Where it finds no
+    room, it is clipped, because an inf would stay in the residual for ever.
     """
     kept, cut = largest(add(a, b, size), k)
     return kept, cut._replace(values=jnp.nan_to_num(cut.values) / holders)
@@ -125,24 +103,11 @@ def recursive(
     """R-SAG: recursive doubling over teams. After each exchange the sum is cut to its k largest.
 
     After exchange t, 2^(t+1) workers hold the same sum and cut the same entries. Each keeps
-    2^-(t+1) of these. (The paper's "half" is right for two teams. With more teams it would feed
-    back more than was lost.)
+    2^-(t+1) of these, and of rounding. (The paper's "half" is right for two teams. With more teams
+    it would feed back more than was lost.) `teams` are the workers of equal rank in all teams, a
+    power of two.
 
     Rounds: log2(teams). Words received: log2(teams) codec.words(k, size).
-
-    Args:
-        block: this team's sum, at most k entries.
-        size: number of elements of the block, m.
-        k: number of entries kept at each stage.
-        teams: the workers of equal rank in all teams.
-        codec: wire format of the messages.
-
-    Returns:
-        The sum over teams after the cuts, equal on the workers of equal rank in all teams. This
-        worker's share of the entries that were cut off, and of rounding.
-
-    Raises:
-        ValueError: the number of teams is not a power of two.
     """
     if teams.size & (teams.size - 1):
         raise ValueError(
@@ -195,7 +160,6 @@ class Adaptation(NamedTuple):
         return Adaptation(self.h + step, step, onward & ~self.flag).within(k, teams)
 
     def within(self, k: int, teams: int) -> "Adaptation":
-        """The same state with h and the length of the step kept within the bounds of `adapt`."""
         shortest = 0.01 * (k - k / teams)
         length = jnp.clip(jnp.abs(self.step), shortest, k - k / teams)
         step = jnp.where(self.step > 0, length, -length)
@@ -215,26 +179,11 @@ def bruck(
     """B-SAG: each worker sends its h largest entries to all teams, and the sum is cut to k.
 
     Messages have one of the capacities of `ladder`, the smallest that holds h entries. It is chosen
-    at run time, so a message has room for at most 1.1 h entries, rounded up.
+    at run time, so a message has room for at most 1.1 h entries, rounded up. `teams` are the
+    workers of equal rank in all teams. Besides the results of `recursive`, it returns the number of
+    entries of the sum before the cut.
 
     Rounds: ceil(log2(teams)). Words received: (teams - 1) codec.words(capacity, size).
-
-    The paper's lower bound for a whole step, eq. (10), leaves out the reduce-scatter's words. With
-    them it is 2 K (1 + 1/T - 2/W) for T of W workers and K entries in all, and falls up to T = W.
-    So the argument that words are fewest at T = sqrt(W) does not hold. What limits T is h, which
-    grows where teams put forward the same entries, and the loss of training (figure 13).
-
-    Args:
-        block: this team's sum, at most k entries.
-        size: number of elements of the block, m.
-        k: number of entries kept of the sum over teams.
-        teams: the workers of equal rank in all teams.
-        state: the state with h, equal on all workers.
-        select: function that selects the k largest entries of the sum.
-        codec: wire format of the messages.
-
-    Returns:
-        The results of `recursive`, and the number of entries of the sum before the cut, int32.
     """
     rungs = ladder(k, teams.size)
     h = jnp.round(state.h).astype(jnp.int32)

@@ -17,16 +17,6 @@ def union(mask: Bool[Array, " blocks"], axis_name: str | None) -> Bool[Array, " 
     JAX has no all-reduce that ORs. An all-reduce of counts would need floor(log2 W) + 1 bits an
     element, so that they don't carry into each other. Recursive doubling would take log2 W words
     for every 32 elements.
-
-    Args:
-        mask: bool[blocks], this worker's mask.
-        axis_name: the axis of the workers. None: a single worker.
-
-    Returns:
-        bool[blocks], equal on all workers.
-
-    Raises:
-        ValueError: `mask` is not a bool vector.
     """
     if mask.ndim != 1 or mask.dtype != jnp.bool_:
         raise ValueError(

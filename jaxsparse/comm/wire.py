@@ -173,8 +173,7 @@ class Axes:
                     f"jaxsparse.local(params, {axis!r}) instead, and do not average gradients "
                     "yourself. (If it is a constant, make it local with jaxsparse.local, too. If "
                     "this shard_map checks types but stands in one with check_vma=False, or if "
-                    "optax.MultiSteps around this has averaged it, run the step through "
-                    "jaxsparse.data_parallel, or give check_vma=False here, too)"
+                    "optax.MultiSteps around this has averaged it, give check_vma=False here, too)"
                 )
 
 

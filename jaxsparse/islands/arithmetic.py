@@ -29,27 +29,19 @@ from jaxsparse.processes.digest import Digested
 
 
 class Shared(NamedTuple):
-    """What all islands of a run have alike, bit for bit, as a round begins.
+    """What all islands of a run have alike, bit for bit, as a round begins."""
 
-    Attributes:
-        params: the global parameters, in float32 or wider.
-        outer: the state of the outer optimizer. Arrays marked `PerWorker`, such as residuals, are
-            this island's own.
-    """
-
-    params: Any
+    params: Any  #: the global parameters, in float32 or wider
+    #: the state of the outer optimizer. Arrays marked `PerWorker`, such as residuals, are this
+    #: island's own.
     outer: Any
 
 
 class Begun(NamedTuple):
     """An island's half of an exchange.
 
-    Attributes:
-        words: its message.
-        moved: its displacement.
-        posted: what stays with it, see `feedback.by_message.post`.
-        origin: its own parameters when it began, in float32 or wider.
-        finite: whether these, and what they moved, were finite.
+    `moved` is its displacement, `posted` what stays with it, `origin` its own parameters when it
+    began, in float32 or wider, and `finite` whether these, and what they moved, were finite.
     """
 
     words: UInt32[Array, " words"]
@@ -82,12 +74,7 @@ class Arithmetic:
         self.digest = jax.jit(_digest)
 
     def start(self, state: Any) -> Shared:
-        """The shared part of the first island, from its training state.
-
-        Raises:
-            ValueError: `params` picks something else than floating-point arrays of the state, the
-                state holds an exchange, or that of `outer` what snapshots can't hold.
-        """
+        """The shared part of the first island, from its training state, which it checks."""
         if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
             raise ValueError(
                 "the state holds arrays of single workers, as the state of a jaxsparse "
@@ -111,10 +98,8 @@ class Arithmetic:
         """The number of words of a message, and a digest of what islands must have in common.
 
         That is the program `shared`, what it works on, and the names of arrays. Of `shared` and of
-        the island's own parameters shapes and dtypes count alone.
-
-        Raises:
-            ValueError: `outer` exchanges nothing, or not in one message.
+        the island's own parameters shapes and dtypes count alone. Raises ValueError if `outer`
+        exchanges nothing, or not in one message.
         """
         key = str(jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), (shared, own)))
         if key not in self._known:
@@ -213,10 +198,7 @@ class Arithmetic:
         return jax.tree.map(functools.partial(jnp.where, ok), after, before), ok
 
     def _own(self, begun: Begun, before: Shared, counts: bool) -> list[Any]:
-        """What an island keeps of its own, without the others' messages.
-
-        If its own does not count, it keeps all of it.
-        """
+        """What an island keeps without the others' messages; all, if its own does not count."""
         after = self._received(begun.words[None], None, begun, before, counts=counts)
         return own_leaves(after.outer)
 

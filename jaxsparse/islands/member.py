@@ -50,51 +50,33 @@ _KEPT = 1000  # reports
 
 
 class IslandState(NamedTuple):
-    """The training state of an island. Save it as it is: with it an island goes on where it was.
+    """The training state of an island. Save it as it is: with it an island goes on where it was."""
 
-    Attributes:
-        worker: the island's own training state.
-        params: the global parameters at the start of the round, equal on all islands, in float32 or
-            wider. Evaluate these.
-        outer: the state of the outer optimizer, with this island's residual.
-        round: the number of the round, int.
-        steps: steps since the round began, int.
-        weight: what the steps since its last message that counted weigh, float.
-        island: a number made of the island's name, int. What a state owes counts once, so no other
-            island may go on from it.
-    """
-
-    worker: Any
+    worker: Any  #: the island's own training state
+    #: the global parameters at the start of the round, equal on all islands, in float32 or wider
+    #: Evaluate these.
     params: Any
-    outer: Any
-    round: int
-    steps: int
-    weight: float
+    outer: Any  #: the state of the outer optimizer, with this island's residual
+    round: int  #: the number of the round, int
+    steps: int  #: steps since the round began, int
+    weight: float  #: what the steps since its last message that counted weigh, float
+    #: a number made of the island's name, int. What a state owes counts once, so no other island
+    #: may go on from it.
     island: int
 
 
 class Report(NamedTuple):
-    """What became of a round, seen from an island.
+    """What became of a round, seen from an island."""
 
-    Attributes:
-        round: its number.
-        members: the islands whose messages counted.
-        counted: whether this island's did.
-        waited: seconds from its message to the decision, or None if it sent none in this round.
-        received: bytes of messages that it read.
-        sent: bytes of its own message.
-        applied: whether the sum was applied. It is not, if it overflows.
-        digest: digest of what islands share as the next round begins.
-    """
-
-    round: int
-    members: tuple[str, ...]
-    counted: bool
+    round: int  #: its number
+    members: tuple[str, ...]  #: the islands whose messages counted
+    counted: bool  #: whether this island's did
+    #: seconds from its message to the decision, or None if it sent none in this round
     waited: float | None
-    received: int
-    sent: int
-    applied: bool
-    digest: str
+    received: int  #: bytes of messages that it read
+    sent: int  #: bytes of its own message
+    applied: bool  #: whether the sum was applied. It is not, if it overflows.
+    digest: str  #: digest of what islands share as the next round begins
 
     def __str__(self) -> str:
         when = "replayed" if self.waited is None else f"decided after {self.waited:.1f} s"
@@ -113,19 +95,10 @@ Tries = Callable[..., Any]
 class Member:
     """An island's settings, see `Islands`, and what it knows in this life.
 
-    Members in one process may share `arithmetic`. `clock` tells seconds, for differences alone:
-    while it goes back, none pass. `beside` starts a function that writes a snapshot, beside
-    training. Without it that is called, and waited for.
-
-    Attributes:
-        rank: a number made of its name.
-        reports: what became of its last rounds.
-        totals: of all rounds, how often it counted and sent, and bytes that it sent and received.
-        keeps: whether it keeps what has not been sent. If not, its late messages would be zeros.
-        dtypes: those of the island's own parameters.
-        has_joined: whether this life has begun to train, and has not left.
-        is_restored: whether it began from a saved state, and has not dropped what that owed.
-        has_counted: whether a message of this life has counted.
+    Members in one process may share `arithmetic`. `clock` tells seconds, for differences alone.
+    `beside` starts a function that writes a snapshot, beside training. Without it that is called,
+    and waited for. Without `keeps`, which says that it keeps what has not been sent, its late
+    messages would be zeros.
     """
 
     def __init__(
@@ -157,12 +130,14 @@ class Member:
                 "for ever"
             )
         self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
-        self.reports: list[Report] = []
-        self.totals = 0, 0, 0, 0
+        self.reports: list[Report] = []  # of the last rounds
+        self.totals = 0, 0, 0, 0  # rounds in which it counted, and sent; bytes sent, and received
         self._rounds: Rounds | None = None
         self.settings, self.words = "", 0
         self.keeps, self.dtypes = True, None
-        self.has_joined = self.is_restored = self.has_counted = False
+        self.has_joined = False  # whether this life has begun to train, and has not left
+        self.is_restored = False  # whether it began from a saved state, whose debts stand
+        self.has_counted = False  # whether a message of this life has counted
         self._began = 0.0  # when the last exchange began, or the first steps
 
     @property
@@ -184,12 +159,7 @@ class Member:
         """The state to go on from: the newest snapshot and decisions since, or the first of all.
 
         `settings` are what all processes of this island have in common besides, in JSON's types.
-
-        Raises:
-            ValueError: the state is another island's; the store holds another run, or none
-                although the state is of one; or see `processes.check_alike`.
-            UnreachableError: the store does not answer, or does not show what must be there.
-            RuntimeError: see `Exchange.advance`.
+        For errors see `Islands`.
         """
         own = state.worker if isinstance(state, IslandState) else state
         if isinstance(state, IslandState) and int(state.island) != self.rank:
@@ -351,11 +321,8 @@ class Member:
     def read_newest(self, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
         """The newest snapshot that can be read, of a round past `after`, and this round.
 
-        None: the store lists none.
-
-        Raises:
-            UnreachableError: it lists some, and shows none that can be read.
-            ValueError: it lists some, and all are another run's.
+        None: the store lists none. It raises UnreachableError if the store lists some and shows
+        none that can be read, and ValueError if all are another run's.
         """
         like, arrays = shared_leaves(shared), list[np.ndarray]()
 
@@ -391,7 +358,6 @@ class Member:
         return self.arithmetic.from_arrays(spread(arrays, [x for _, x in like]), shared), round
 
     def keep(self, round: int, snapshot: bytes) -> None:
-        """Writes a snapshot, and deletes what is not needed any more."""
         write = functools.partial(self.rounds.keep, round, snapshot)
         if self._beside is None:
             lead(write)
@@ -467,11 +433,10 @@ class Exchange:
     def advance(self) -> bool:
         """Goes on as far as it can without waiting for others. Returns whether it is done.
 
-        Raises:
-            UnreachableError: the store did not answer, or does not show what must be there: this
-                island's own message after the grace, its decision, the one before that, or a
-                message that counts and no snapshot after it. Call it again.
-            RuntimeError: a later life of this island takes part, so that this one is at an end.
+        It raises UnreachableError if the store does not answer, or does not show what must be
+        there: this island's own message after the grace, its decision, the one before that, or a
+        message that counts and no snapshot after it. Call it again. RuntimeError: a later life of
+        this island takes part, so that this one is at an end.
         """
         if self.snapshot is not None:
             self._keep()

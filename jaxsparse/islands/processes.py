@@ -1,14 +1,12 @@
 """Several processes of one island: the first one talks to the store, and all others follow it.
 
 What an island does depends on the store's answers and on a clock. `lead` asks in the first process
-alone, and tells the others what it found, or which error was raised. All else is computed, and
-alike in all processes. Bytes that were read go to the others by the devices' own network
-(`spread`), and not once more over the slow link.
+alone, and tells the others what it found, or which error was raised. Bytes that were read go to the
+others by the devices' own network (`spread`), and not once more over the slow link.
 
 Collectives must start in the same order in all processes. So all that is here, and all compiled
-programs, run in main threads. A thread of the first process may talk to the store meanwhile. It may
-wait for other islands for hours, which would end a collective. So words go through the key-value
-store of `jax.distributed`.
+programs, run in main threads. A thread of the first process may wait for other islands for hours,
+which would end a collective. So words go through the key-value store of `jax.distributed`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,7 @@ from jax.experimental import multihost_utils
 from jaxsparse.islands.protocol import GoneError
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.store import UnreachableError
-from jaxsparse.processes.group import Group, whole_group
+from jaxsparse.processes.group import ProcessGroup, whole_group
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,7 +66,7 @@ def lead(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
     return found
 
 
-def _tell(group: Group, told: _Told) -> None:
+def _tell(group: ProcessGroup, told: _Told) -> None:
     group.announce(msgspec.json.encode(told).decode())
 
 
@@ -82,10 +80,7 @@ def _hear(told: _Told) -> Any:
 
 
 def spread(arrays: Sequence[np.ndarray], like: Sequence[Any]) -> Iterator[np.ndarray]:
-    """The arrays of the first process, in all of them, one by one.
-
-    Those of others don't matter. All processes have arrays `like` these in shape and dtype.
-    """
+    """The arrays of the first process, `like` these in shape and dtype, in all of them."""
     if jax.process_count() == 1:
         yield from arrays
         return
@@ -158,7 +153,7 @@ def _misplaced(params: Any) -> str:
     return ""
 
 
-def _group() -> Group:
+def _group() -> ProcessGroup:
     group = whole_group()
     if group is None:
         raise ValueError(

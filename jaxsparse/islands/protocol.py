@@ -26,7 +26,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxsparse.islands.records import BrokenError, Decision, Member, Message, checksum, words_of
+from jaxsparse.islands.records import (
+    BrokenError,
+    CountedMessage,
+    Decision,
+    Message,
+    checksum,
+    words_of,
+)
 from jaxsparse.islands.store import NAME, Objects, UnreachableError, not_shown
 
 _KEPT = 2  # snapshots
@@ -47,9 +54,6 @@ class Read(NamedTuple):
 
 class Rounds:
     """An island's view of the rounds. It blocks for the store alone, and never waits for others.
-
-    `settings` is a digest that all members share, see `records.Record`. `words` is the number of
-    words of a message, and `allowed` has the names of the islands that may take part, or None.
 
     Attributes:
         life: the word of this island's life, see `begin_life`. Later lives have greater words.
@@ -118,9 +122,8 @@ class Rounds:
     def decided(self, round: int) -> Decision | None:
         """The decision of a round, or None as long as there is none.
 
-        Raises:
-            UnreachableError: it can't be read. Or this island has seen one of this round or a later
-                one, and would decide a second time.
+        It raises UnreachableError if the store shows none, or one that can't be read, and this
+        island has seen one of this round or a later one. Else it would decide a second time.
         """
         if (known := self._decisions.get(round)) is not None:
             return known  # it never changes
@@ -175,9 +178,8 @@ class Rounds:
         It has posted, and `waited` for so many seconds. It waits no longer than its steps of a
         round `took` for those that have another chance: they take twice as long, or more.
 
-        Raises:
-            UnreachableError: it has made one, and the store shows none, or not the one before. Or a
-                quorum needs messages that can't be read.
+        It raises UnreachableError if it has made one, and the store shows none, or not the one
+        before; or if a quorum needs messages that can't be read.
         """
         decision = self.decided(round) or self._decide(round, waited, took)
         if decision is not None and decision.by == self.name:
@@ -205,7 +207,7 @@ class Rounds:
         decision = Decision(
             round,
             self.settings,
-            tuple(Member(m.name, m.life, m.weight, m.late, m.loss, s) for m, _, s in found),
+            tuple(CountedMessage(m.name, m.life, m.weight, m.late, m.loss, s) for m, _, s in found),
             max(sorted(digests), key=digests.__getitem__),
             self.name,
             max(waited, 0.0),
@@ -247,11 +249,7 @@ class Rounds:
         return in_time, {name for name in late if _is_power_of_four(self._late[name])}
 
     def read(self, decision: Decision) -> list[np.ndarray]:
-        """The words of the messages that count, in their order.
-
-        Raises:
-            GoneError: one is not there any more.
-        """
+        """The words of the messages that count, in order. GoneError: one is not there any more."""
         found = []
         for member in decision.members:
             key = _message_key(decision.round, member.name, member.life)
@@ -280,7 +278,6 @@ class Rounds:
         return list_rounds(self.store, "snapshots")
 
     def snapshot(self, round: int) -> bytes | None:
-        """The snapshot of a round."""
         return self.store.get(_snapshot_key(round))
 
     def keep(self, round: int, snapshot: bytes) -> None:
@@ -317,10 +314,7 @@ class Rounds:
         return [by_name[name] for name in sorted(by_name)]
 
     def _look_at(self, key: str, round: int, name: str, life: str) -> None:
-        """Reads a message, and keeps it if it is good.
-
-        One that is not is read again at looks 2, 4, 8 and so on: messages are large.
-        """
+        """Reads a message, and keeps a good one. Others again at looks 2, 4, 8: they are large."""
         looks, why = self._bad.get(key, (0, ""))
         if looks & (looks + 1):
             self._bad[key] = looks + 1, why

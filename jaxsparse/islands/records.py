@@ -47,11 +47,10 @@ class ForeignError(BrokenError):
 class Record(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower
 ):
-    """The header of an object.
+    """The header of an object of a round.
 
-    Attributes:
-        round: the round that the object belongs to.
-        settings: digest of the parameters' shapes and of the outer step. Members of a run share it.
+    `settings` is a digest of the parameters' shapes and of the outer step. Members of a run share
+    it.
     """
 
     round: Count
@@ -72,11 +71,7 @@ class Record(
     def from_bytes(
         cls: type[R], data: bytes, round: int, settings: str | None = None
     ) -> tuple[R, memoryview]:
-        """Header and body of an object that was read.
-
-        Raises:
-            BrokenError: it is not such an object of this round, with this run's settings or any.
-        """
+        """Header and body of an object that was read, of this round and these settings, or any."""
         start, whole = len(_MAGIC) + 4, memoryview(data)
         if len(data) < start + _HASH or not data.startswith(_MAGIC):
             raise BrokenError(f"it is no object of this version ({len(data)} bytes)")
@@ -104,13 +99,9 @@ class Record(
 class Message(Record, frozen=True):
     """An island's displacement in a round. The body is its words.
 
-    Attributes:
-        name: the island.
-        life: the word of the island's process. One that came back has another, and a greater one.
-        weight: its weight in the mean.
-        digest: digest of the global parameters that it started the round from.
-        late: whether it has only what the island owes from a round that was over before.
-        loss: mean loss of the island's steps since its message before, or None.
+    A process that came back has another `life`, and a greater one. The digest is of the global
+    parameters that it started the round from. A `late` one has only what the island owes from a
+    round that was over before. The loss is the mean of the island's steps since its message before.
     """
 
     name: Name
@@ -121,7 +112,7 @@ class Message(Record, frozen=True):
     loss: float | None
 
 
-class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CountedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message that counts. Attributes: those of the message, and the checksum of its object."""
 
     name: Name
@@ -135,15 +126,11 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Decision(Record, frozen=True):
     """Whose messages count in a round, in the order in which they are added up.
 
-    Attributes:
-        members: one or more, each of another name.
-        digest: the digest of the global parameters that most of them started from.
-        by: the island that decided.
-        waited: seconds from this island's own message to its decision.
-        words: number of words of a message.
+    The digest is that of the global parameters that most of them started from. `waited` has the
+    seconds from its own message to the decision of `by`.
     """
 
-    members: Annotated[tuple[Member, ...], Meta(min_length=1)]
+    members: Annotated[tuple[CountedMessage, ...], Meta(min_length=1)]
     digest: str
     by: Name
     waited: float
@@ -172,11 +159,7 @@ def to_snapshot(round: int, settings: str, leaves: Iterable[tuple[str, np.ndarra
 def from_snapshot(
     data: bytes, round: int, settings: str, like: Sequence[tuple[str, Any]]
 ) -> list[np.ndarray]:
-    """The arrays of a snapshot, which must be like others with their paths, in their order.
-
-    Raises:
-        BrokenError: it is no snapshot of such arrays.
-    """
+    """The arrays of a snapshot, which must be like others with their paths, in their order."""
     _, body = Snapshot.from_bytes(data, round, settings)
     try:
         found = dict(safetensors.deserialize(bytes(body)))

@@ -1,10 +1,8 @@
 """Where islands meet: a folder, a bucket, or memory. Four operations are enough.
 
-An object is created once and never changed. Whoever creates it first is right, and all others read
-what stands there. Folders, S3, GCS and Azure do that atomically, and so do servers that speak S3.
-
-What the protocol needs of a store: one `create` of a key succeeds, and who reads after it finds the
-object. It does not need to hear whether its own `create` succeeded: it reads what stands there.
+An object is created once and never changed. One `create` of a key succeeds, and who reads after it
+finds the object. Nobody needs to hear whether its own `create` succeeded: it reads what stands
+there. Folders, S3, GCS and Azure do that atomically, and so do servers that speak S3.
 `docs/islands.md` says what stores promise, and what happens if one does less.
 """
 
@@ -90,8 +88,6 @@ class Store:
     >>> store = Store("memory://")
     >>> store.create("a/b", b"first"), store.create("a/b", b"second"), store.get("a/b")
     (True, False, b'first')
-    >>> store.names("a"), store.names("b"), store.get("a/c")
-    (['b'], [], None)
     """
 
     def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:

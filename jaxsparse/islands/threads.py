@@ -26,11 +26,7 @@ def _stop_all() -> None:
 
 
 class Silence:
-    """How long a store has not answered. It is asked each `poll` seconds while it answers.
-
-    Attributes:
-        wait: seconds until it is asked once more.
-    """
+    """How long a store has not answered. `wait` has the seconds until it is asked once more."""
 
     def __init__(self, poll: float, patience: float) -> None:
         self._poll, self._patience = poll, patience
@@ -39,7 +35,6 @@ class Silence:
         self._at: Any = None
 
     def end(self) -> None:
-        """Notes that the store has answered."""
         self.wait, self._since = self._poll, None
 
     def is_too_long(self, at: Any = None) -> bool:
@@ -127,7 +122,6 @@ class RunningExchange:
             exchange.prepare()
 
     def start(self) -> None:
-        """Starts the thread."""
         _RUNNING.add(self)
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
         if is_first():
@@ -140,7 +134,6 @@ class RunningExchange:
         return self._said or self.exchange.member.rounds.lacks
 
     def is_silent(self) -> bool:
-        """Whether the store does not answer."""
         return self._said is not None
 
     def is_stuck(self) -> bool:
@@ -150,10 +143,7 @@ class RunningExchange:
         return not self._has_ended.is_set()
 
     def stop(self, seconds: float) -> bool:
-        """Ends the thread, after its present look at the store. Waits at most so long for that.
-
-        Returns whether it has ended.
-        """
+        """Ends the thread, after its present look at the store. Returns whether it has in time."""
         self._is_stopped.set()
         return _wait(self._has_ended, seconds)
 

@@ -24,32 +24,21 @@ from jaxsparse.outer.worker import Select, Step, stepped
 
 
 class Status(NamedTuple):
-    """How an island stands.
+    """How an island stands."""
 
-    Attributes:
-        name: its name.
-        life: a word that its messages and decisions carry beside the name. It changes at `join`.
-        round: the round that it is in.
-        rounds: reports of the last 1,000 rounds, the oldest first.
-        counted: in how many rounds its message counted, of those that it posted in.
-        posted: in how many rounds it posted.
-        sent: bytes of its messages.
-        received: bytes of the messages that it read.
-        waiting: the seconds that training has waited for exchanges.
-        trouble: why an exchange that is running does not go on: what the store said last, if it
-            does not answer or shows what can't be read, or that fewer than `quorum` islands are
-            there. Of several processes, the first one knows.
-    """
-
-    name: str
+    name: str  #: its name
+    #: a word that its messages and decisions carry beside the name. It changes at `join`.
     life: str
-    round: int
-    rounds: tuple[Report, ...]
-    counted: int
-    posted: int
-    sent: int
-    received: int
-    waiting: float
+    round: int  #: the round that it is in
+    rounds: tuple[Report, ...]  #: reports of the last 1,000 rounds, the oldest first
+    counted: int  #: in how many rounds its message counted, of those that it posted in
+    posted: int  #: in how many rounds it posted
+    sent: int  #: bytes of its messages
+    received: int  #: bytes of the messages that it read
+    waiting: float  #: the seconds that training has waited for exchanges
+    #: why an exchange that is running does not go on: what the store said last, if it does not
+    #: answer or shows what can't be read, or that fewer than `quorum` islands are there. Of several
+    #: processes, the first one knows.
     trouble: str | None
 
 
@@ -74,8 +63,8 @@ class Islands:
     decisions that it missed, and sends what it owes in the round that is open then: nothing is
     lost, only late. `join` reads the newest snapshot, and replays the decisions since. A thread
     posts, waits, reads and adds up, while the island makes `overlap` more steps, and keeps what
-    they moved. `status()` has reports of the last rounds, and the logger "jaxsparse.islands" a line
-    for each. docs/islands.md has what happens when something fails, and what a return costs.
+    they moved. The logger "jaxsparse.islands" has a line for each round. docs/islands.md has what
+    happens when something fails, and what a return costs.
 
     An optimizer's count belongs to the island's own state: after joining with a fresh state it is
     0. `round`, which all share, times `every` is the number to go by.
@@ -84,8 +73,7 @@ class Islands:
     devices. All of its processes make an `Islands` with the same settings, and call `join`, steps
     and `leave` alike. The first one talks to the store.
 
-    The idea and the names of Decoupled DiLoCo (arXiv 2604.21428): quorum, grace, and merging with
-    weights.
+    Quorum, grace and merging with weights are those of Decoupled DiLoCo (arXiv 2604.21428).
 
     Args:
         step: `step(state, batch)` returns the next state and anything to be shown. It is called as
@@ -120,9 +108,9 @@ class Islands:
             answer.
 
     Raises:
-        ValueError: settings out of range. From `join`: `outer` exchanges nothing, or not in one
-            message; the state is another island's, or the store holds another run; or processes of
-            an island differ, or have parameters that are not on devices of all.
+        ValueError: from `join`, `outer` exchanges nothing, or not in one message; the state is
+            another island's, or the store holds another run; or processes of an island differ, or
+            have parameters that are not on devices of all.
         ConnectionError: the store does not answer for `patience` seconds.
     """
 

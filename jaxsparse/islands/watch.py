@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jaxsparse.arrays.printing import aligned
 from jaxsparse.islands.protocol import decision_key, list_posted, list_rounds
 from jaxsparse.islands.records import BrokenError, Decision
 from jaxsparse.islands.store import Objects
@@ -13,11 +14,8 @@ from jaxsparse.islands.store import Objects
 class Seen(NamedTuple):
     """A round, as the store shows it.
 
-    Attributes:
-        round: its number.
-        decision: whose messages count. None: there is none yet, or it can't be read.
-        others: islands that have posted, but do not count: late, broken, or not decided yet.
-        trouble: why the decision can't be read, or "".
+    `others` have posted, but do not count: late, broken, or not decided yet. `trouble` says why the
+    decision can't be read.
     """
 
     round: int
@@ -88,13 +86,8 @@ def to_text(history: Sequence[Seen], snapshots: Sequence[int]) -> str:
         loss = f"{losses[name]:.4g}" if name in losses else "-"
         islands.append([name, f"round {last[name]}", str(counted[name]), loss])
     kept = f"snapshots at the start of rounds: {', '.join(map(str, snapshots))}"
-    return "\n\n".join((_align(islands), _align(rounds), kept))
-
-
-def _align(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    cells = (("  ".join(map(str.ljust, row, widths))).rstrip() for row in rows)
-    return "\n".join(cells)
+    tables = ("\n".join(aligned(table, right=())) for table in (islands, rounds))
+    return "\n\n".join((*tables, kept))
 
 
 def show(

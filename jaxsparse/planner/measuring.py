@@ -36,10 +36,7 @@ def _elapsed(run: Callable[[], Any]) -> float:
 def interleaved(
     runs: Mapping[Any, Callable[[], Any]], repeats: int, warm_up: int = 1
 ) -> dict[Any, list[float]]:
-    """Seconds of each repeat of each run, without those to warm up.
-
-    The runs take turns, so that a slow spell of the machine hits all alike.
-    """
+    """Seconds of each repeat of each run. They take turns, so that a slow spell hits all alike."""
     seconds: dict[Any, list[float]] = {name: [] for name in runs}
     for i in range(warm_up + repeats):
         for name, run in runs.items():
@@ -69,10 +66,6 @@ def measure_network(
         words: sizes to exchange, in words of 4 bytes: two or more.
         repeats: largest number of repetitions of each program. The first one is always timed.
         seconds: time limit for the others. Compiling takes some more seconds.
-
-    Raises:
-        ValueError: the mesh has no such axis or fewer than two workers along it, or a setting is
-            out of range.
     """
     workers = count_workers(mesh, axis_name)
     if workers < 2:
@@ -100,14 +93,11 @@ def measure_network(
 
 
 def fit_link(timings: Sequence[tuple[float, float, float]]) -> Link:
-    """Fits a link, by least squares of relative errors.
+    """Fits a link, by least squares of relative errors, without a negative term.
 
-    Args:
-        timings: of each exchange the messages one after the other, the bytes received, and seconds.
-
-    Returns:
-        A link without a negative term. If latency alone explains the times best, the bandwidth is
-        1e15 bytes a second. If bytes alone do, the latency is a nanosecond.
+    `timings` has of each exchange the messages one after the other, the bytes received, and
+    seconds. If latency alone explains the times best, the bandwidth is 1e15 bytes a second. If
+    bytes alone do, the latency is a nanosecond.
 
     >>> link = Link(latency=1e-4, bandwidth=1e8)
     >>> fitted = fit_link([(2, n, link.seconds(2, n)) for n in (8, 8000, 8e6)])
@@ -202,9 +192,6 @@ def autotune(
         mesh: the mesh of the workers.
         axis_name: the mesh axis of the workers.
         repeats: number of timed exchanges with each candidate.
-
-    Raises:
-        ValueError: there is no candidate, or `repeats` is below 1.
     """
     if not candidates:
         raise ValueError(f"candidates={candidates} is empty: give at least one setting to try")

@@ -56,13 +56,7 @@ class Moved(NamedTuple):
 def exchange_seconds(
     moved: Moved, link: Link, *, passed: float = 0.0, memory_bandwidth: float = MEMORY_BANDWIDTH
 ) -> float:
-    """Seconds of an exchange, for any number of local steps before it.
-
-    Args:
-        moved: messages and bytes.
-        link: the link of a worker.
-        passed: bytes that the device reads and writes.
-        memory_bandwidth: bytes that it reads and writes in a second.
+    """Seconds of an exchange in which the device reads and writes `passed` bytes of its memory.
 
     >>> exchange_seconds(Moved(2, 16), Link(0.25, 8.0), passed=4.0, memory_bandwidth=8.0)
     3.0
@@ -74,17 +68,11 @@ def exchange_seconds(
 def moved_by(
     exchange: str, size: int, dense_size: int, workers: int, *, islands: bool = False
 ) -> Moved:
-    """What one exchange moves.
+    """What one exchange (a key of `EXCHANGES`) moves.
 
-    An island sends a message, which the store must have before others read it, and reads those of
-    the others, one after the other.
-
-    Args:
-        exchange: a key of `EXCHANGES`.
-        size: number of elements that may be compressed.
-        dense_size: number of elements of vectors and small leaves, which travel dense.
-        workers: number of workers, or of islands.
-        islands: whether messages go through a store.
+    `size` elements may be compressed, `dense_size` ones travel dense. An island sends a message,
+    which the store must have before others read it, and reads those of the others, one after the
+    other.
     """
     count = 1 if size <= _LONGEST else -(-size // _BUCKET)
     shapes = {"w": (1, -(-size // count)), "b": (-(-dense_size // count),)}
@@ -114,24 +102,16 @@ class Forecast(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The answer of `plan`. It prints as text.
+    """The answer of `plan`. It prints as text."""
 
-    Attributes:
-        best: the recipe to take. None: leave your trainer as it is, or, of islands, no recipe costs
-            so little.
-        program: `best` as Python.
-        dense: dense gradients.
-        forecasts: of all recipes of the optimizer, the fastest first.
-        given: what was asked, in words.
-        answer: what to do, in words.
-    """
-
+    #: the recipe to take. None: leave your trainer as it is, or, of islands, no recipe costs so
+    #: little.
     best: Forecast | None
-    program: str
-    dense: Forecast
-    forecasts: tuple[Forecast, ...]
-    given: str
-    answer: str
+    program: str  #: `best` as Python
+    dense: Forecast  #: dense gradients
+    forecasts: tuple[Forecast, ...]  #: of all recipes of the optimizer, the fastest first
+    given: str  #: what was asked, in words
+    answer: str  #: what to do, in words
 
     @property
     def speedup(self) -> float:
@@ -188,16 +168,9 @@ def plan(
         dtype: "float32" or "bfloat16", in which the trainer exchanges gradients now.
         memory_bandwidth: bytes that a device reads and writes in a second. An H100's by default.
 
-    Raises:
-        ValueError: an argument is out of range.
-
-    Example:
-        >>> slow = plan(10**7, 8, Link(50e-6, 1.25e6), step_seconds=0.1)
-        >>> str(slow.best.recipe), slow.speedup > 5
-        ('local 3, int4', True)
-        >>> fast = plan(10**7, 8, Link(1e-6, 1e12), step_seconds=0.1)
-        >>> fast.answer
-        'Leave your trainer as it is.'
+    >>> slow = plan(10**7, 8, Link(50e-6, 1.25e6), step_seconds=0.1)
+    >>> str(slow.best.recipe), slow.speedup > 5
+    ('local 3, int4', True)
     """
     workers, steps = static_count("workers", workers), static_count("steps", steps)
     if workers < 2:

@@ -48,7 +48,6 @@ class RecipeExchange(NamedTuple):
     passes: float  # computing of an exchange on an H100, in reads and writes of the vector
 
     def transformation(self, **options: Any) -> optax.GradientTransformationExtraArgs:
-        """The exchange, with options."""
         first = () if self.first is None else (self.first,)
         return self.system(*first, **self.settings, **options)
 
@@ -151,21 +150,15 @@ params = train.leave(state).params"""
 
 
 class Recipe(NamedTuple):
-    """How to train and what to exchange.
+    """How to train and what to exchange."""
 
-    Attributes:
-        what: "gradients", "local" (the mean of displacements of local steps) or "diloco" (the same
-            with Nesterov momentum outside, by `NESTEROV`).
-        every: steps from one exchange to the next, H.
-        exchange: a key of `EXCHANGES`.
-        warm: percent of the steps that exchange after each one, first.
-        costs: by the optimizer, "adamw" or "muon", where it was trained.
-    """
-
+    #: "gradients", "local" (the mean of displacements of local steps) or "diloco" (the same with
+    #: Nesterov momentum outside, by `NESTEROV`).
     what: str
-    every: int
-    exchange: str
-    warm: int = 0
+    every: int  #: steps from one exchange to the next, H
+    exchange: str  #: a key of `EXCHANGES`
+    warm: int = 0  #: percent of the steps that exchange after each one, first
+    #: by the optimizer, "adamw" or "muon", where it was trained
     costs: Mapping[str, Cost] = MappingProxyType({})
 
     def __str__(self) -> str:

@@ -81,11 +81,10 @@ def select_tensors(
         T_full = 2 (W - 1) (alpha + 4 d / (W B))    ring all-reduce
         T_spr = (W - 1) (alpha + gamma 4 d / B)     ring all-gather of compressed messages
 
-    gamma is the bytes of a message over those of the tensor, 2 * density. The exchange then
-    saves (W - 1) (alpha + (2 / W - gamma) 4 d / B). (The paper prints 1 / W for 2 / W.) The saving
-    is largest for about sqrt(2 / gamma) workers. The model looks at each tensor by itself. Here all
-    dense leaves travel in one message, so small ones cost next to nothing: this is why `is_dense`
-    excludes them by default.
+    gamma is the bytes of a message over those of the tensor, 2 * density. (The paper prints 1 / W
+    where the saving has 2 / W.) The saving is largest for about sqrt(2 / gamma) workers. The model
+    looks at each tensor by itself. Here all dense leaves travel in one message, so small ones cost
+    next to nothing: this is why `is_dense` excludes them by default.
 
     Args:
         params: tree of arrays or of `jax.ShapeDtypeStruct`s like the gradients.
@@ -96,14 +95,13 @@ def select_tensors(
             Beyond the largest, times grow in proportion.
         is_dense: the leaves that travel dense in any case.
 
-    Example:
-        >>> params = {"bias": jnp.zeros(100), "kernel": jnp.zeros((1000, 1000))}
-        >>> link = Link(latency=50e-6, bandwidth=1.25e9)
-        >>> found = select_tensors(
-        ...     params, workers=8, link=link, density=0.001, seconds={10**6: 2e-3}
-        ... )
-        >>> {name: round(1e3 * saved, 3) for name, saved in found.saving.items()}
-        {"['bias']": -inf, "['kernel']": 3.905}
+    >>> params = {"bias": jnp.zeros(100), "kernel": jnp.zeros((1000, 1000))}
+    >>> link = Link(latency=50e-6, bandwidth=1.25e9)
+    >>> found = select_tensors(
+    ...     params, workers=8, link=link, density=0.001, seconds={10**6: 2e-3}
+    ... )
+    >>> {name: round(1e3 * saved, 3) for name, saved in found.saving.items()}
+    {"['bias']": -inf, "['kernel']": 3.905}
     """
     others = static_count("workers", workers) - 1
     check_density(density)

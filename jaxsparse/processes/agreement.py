@@ -14,51 +14,33 @@ import jax
 from jax.sharding import Mesh
 
 from jaxsparse.processes.digest import Digested, Parts
-from jaxsparse.processes.group import Group
+from jaxsparse.processes.group import ProcessGroup
 
 # Seconds for which the first process, which keeps the notes, stays until the others have read them.
 _FAREWELL = 5.0
 _FILES = 5  # number of files with differences that a message names
 
 
-def compare(group: Group, step: Any, mesh: Mesh, args: Any) -> None:
+def compare(group: ProcessGroup, step: Any, mesh: Mesh, args: Any) -> None:
     """Compares a step and its arguments, before its first call, with those of other processes.
 
-    Args:
-        group: the processes. All must get here, for the same steps in the same order.
-        step: the compiled step.
-        mesh: the mesh on which it runs.
-        args: all positional arguments.
-
-    Raises:
-        RuntimeError: processes differ, or one does not come within the limit of the group.
+    All processes of the group must get here, for the same steps in the same order. Raises
+    RuntimeError if processes differ, or one does not come within the limit of the group.
     """
     program = step.trace(*args).jaxpr  # JAX keeps it: the call does not trace again
     own = Digested(program, mesh, args)
     _compare(group, getattr(step, "__name__", "a step"), own)
 
 
-def compare_texts(group: Group, name: str, texts: Iterable[str]) -> None:
-    """Compares texts, such as settings, as `compare` does a step.
-
-    Args:
-        group: the processes, as in `compare`.
-        name: name of the call that they are for, for errors.
-        texts: what is to be equal in all processes. The message has the first that differs.
-
-    Raises:
-        RuntimeError: as from `compare`.
-    """
+def compare_texts(group: ProcessGroup, name: str, texts: Iterable[str]) -> None:
+    """Compares texts, such as settings for a call of this name, as `compare` does a step."""
     _compare(group, name, Parts(texts))
 
 
-def agree(group: Group, said: str) -> None:
+def agree(group: ProcessGroup, said: str) -> None:
     """Compares what this process does next with what the first one does, which does not wait.
 
     That takes less than `compare_texts`: one message, however many processes there are.
-
-    Raises:
-        RuntimeError: they differ.
     """
     first, me = group.members[0], jax.process_index()
     heard = group.announce(said if me == first else None)
@@ -69,7 +51,7 @@ def agree(group: Group, said: str) -> None:
         )
 
 
-def _compare(group: Group, name: str, own: Parts) -> None:
+def _compare(group: ProcessGroup, name: str, own: Parts) -> None:
     topic = group.topic()
     group.put(f"{topic} digest", own.digest)
     is_first = jax.process_index() == group.members[0]
@@ -78,7 +60,7 @@ def _compare(group: Group, name: str, own: Parts) -> None:
         raise RuntimeError(problem)
 
 
-def _of_all(group: Group, topic: str, name: str, own: Parts) -> str:
+def _of_all(group: ProcessGroup, topic: str, name: str, own: Parts) -> str:
     """Compares all notes, and tells the others what is wrong, or nothing."""
     others = group.members[1:]
     notes = group.get(f"{topic} digest", others)
@@ -94,7 +76,7 @@ def _of_all(group: Group, topic: str, name: str, own: Parts) -> str:
     return problem
 
 
-def _as_told(group: Group, topic: str, name: str, own: Parts) -> str:
+def _as_told(group: ProcessGroup, topic: str, name: str, own: Parts) -> str:
     """What is wrong according to the first process, or nothing."""
     first = group.members[:1]
     theirs = group.get(f"{topic} digest", first)[0]
@@ -113,7 +95,7 @@ def _as_told(group: Group, topic: str, name: str, own: Parts) -> str:
     return _missing(first, name, group)
 
 
-def _missing(processes: Sequence[int], name: str, group: Group) -> str:
+def _missing(processes: Sequence[int], name: str, group: ProcessGroup) -> str:
     return (
         f"process {', '.join(map(str, processes))} did not come to the first call of {name!r} with "
         f"these shapes within {group.limit:g} s, but process {jax.process_index()} did. All "
@@ -122,7 +104,7 @@ def _missing(processes: Sequence[int], name: str, group: Group) -> str:
     )
 
 
-def _difference(group: Group, theirs: list[str], mine: list[str]) -> str:
+def _difference(group: ProcessGroup, theirs: list[str], mine: list[str]) -> str:
     """What differs first. Lines are a step's name, and digest and text of each of its parts."""
 
     def only(lines: list[str], others: list[str]) -> str:

@@ -9,23 +9,23 @@ import jax
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm.static_leaves import has_static, held, released
-from jaxsparse.processes.group import Group
+from jaxsparse.processes.group import ProcessGroup
 
 
 class Step:
     """Behaves as `run`, a function that `jax.jit` made.
 
-    It takes and returns Equinox modules as they are. A call inside an outer `jax.jit` is only
-    traced, so it does not count below.
-
-    Args:
-        run: the function. It sees leaves of modules that are no arrays as `Static`.
-        before: called with the arguments, before the first call with their shapes.
-        group: the processes of the step, which count its calls. None: a single process.
+    It takes and returns Equinox modules as they are: `run` sees their leaves that are no arrays as
+    `Static`. It calls `before` with the arguments, before the first call with their shapes. The
+    processes of the `group` count calls. A call inside an outer `jax.jit` is only traced, so it
+    does not count.
     """
 
     def __init__(
-        self, run: jax.stages.Wrapped, before: Sequence[Callable[[Any], None]], group: Group | None
+        self,
+        run: jax.stages.Wrapped,
+        before: Sequence[Callable[[Any], None]],
+        group: ProcessGroup | None,
     ) -> None:
         functools.update_wrapper(self, run)
         self._run, self._before, self._group = run, before, group

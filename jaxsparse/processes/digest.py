@@ -1,9 +1,7 @@
 """A digest of a traced step and its arguments, to be compared between processes.
 
 It is of the versions of JAX, the mesh, the arguments' shapes, the program, and the values of
-constants and of arguments that are equal on all workers. Of large arrays it has a sample:
-`check_replicas` reads all of them. It takes little of the first call's time
-(`benchmarks/agreement.py` measures it).
+constants and of arguments that are equal on all workers. Of large arrays it has a sample.
 
 It must not differ by chance. An equation's digest has its operation, its parameters and the digests
 of what it reads. It has no names, no numbers of variables, no addresses, and of objects that are
@@ -39,15 +37,7 @@ _PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 
 class Parts:
-    """What processes compare, in parts, each with a digest.
-
-    Args:
-        texts: the parts.
-
-    Attributes:
-        digest: equal in all processes whose parts are equal.
-        advice: what an error adds.
-    """
+    """What processes compare, in parts, each with a digest. `advice` ends an error."""
 
     advice = ""
 
@@ -70,10 +60,7 @@ class Parts:
 class Digested(Parts):
     """A call of a step.
 
-    Args:
-        program: the traced step.
-        mesh: the mesh on which it runs. None, if it may run on any.
-        args: its positional arguments. Values of those that each process holds whole count.
+    Values of the arguments that each process holds whole count. The mesh is None if any may run it.
     """
 
     def __init__(self, program: ClosedJaxpr, mesh: Mesh | None, args: Any) -> None:
@@ -99,10 +86,7 @@ class Digested(Parts):
         return self._part(f"a constant {_type(v.aval)} {_value(x)}")
 
     def _read(self, program: Jaxpr, inputs: Sequence[str]) -> tuple[list[str], str]:
-        """Digests of a program's results, and one of its collectives, "" without any.
-
-        `inputs` are digests of its constants and of its arguments.
-        """
+        """From inputs' digests, those of a program's results, and one of its collectives or ""."""
         key = (id(program), *inputs)
         if key in self._known:
             return self._known[key]

@@ -53,9 +53,6 @@ def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
     Args:
         limit: seconds. It must exceed the longest time that one process works alone between steps,
             such as on an evaluation or a checkpoint. None: no limit.
-
-    Raises:
-        ValueError: `limit` is not a positive, finite number.
     """
     if limit is not None and not 0 < limit < math.inf:
         raise ValueError(f"limit={limit} must be a positive, finite number of seconds, or None")

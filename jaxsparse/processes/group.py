@@ -29,15 +29,14 @@ _LAST_NOTE = 2.0  # seconds that the end of a watch may take
 _LISTEN = 1.0  # seconds from one look for an announcement to the next, so that signals are heard
 _KEPT = 64  # so many announcements, and at most twice as many, are kept for those who lag
 
-_groups: dict[tuple[int, ...], "Group"] = {}
+_groups: dict[tuple[int, ...], "ProcessGroup"] = {}
 
 
-class Group:
-    """The processes that hold devices of one mesh.
+class ProcessGroup:
+    """The processes that hold devices of one mesh, by their numbers.
 
     Attributes:
         limit: seconds to wait for another process, see `watched`. None: for ever.
-        members: numbers of the processes, in increasing order.
     """
 
     limit: ClassVar[float | None] = 600.0
@@ -52,7 +51,6 @@ class Group:
         self._unmoved: dict[int, tuple[str, int]] = {}  # what each said, and in how many looks
 
     def begin(self, step: str) -> None:
-        """Counts a call."""
         self._calls, self._step = self._calls + 1, step
 
     def topic(self) -> str:
@@ -61,7 +59,6 @@ class Group:
         return f"{self._topics}"
 
     def put(self, topic: str, note: str) -> None:
-        """Leaves a note for the others."""
         key = f"{self._place}/{topic}/{jax.process_index()}"
         compat.shared_store().key_value_set_bytes(key, zlib.compress(note.encode()), True)
 
@@ -144,28 +141,28 @@ class Group:
         return "; ".join(f"process {p} began {said}" for p, said in sorted(stuck.items()))
 
 
-def group_of(mesh: Mesh) -> Group | None:
+def group_of(mesh: Mesh) -> ProcessGroup | None:
     """The processes of a mesh. None if it is a single one, or if they can't leave notes."""
     return _group(tuple(sorted({device.process_index for device in mesh.devices.flat})))
 
 
-def whole_group() -> Group | None:
+def whole_group() -> ProcessGroup | None:
     """All processes of the run. None if it is a single one, or if they can't leave notes."""
     if compat.shared_store() is None:
         return None  # counting processes would start JAX, which may be too early
     return _group(tuple(range(jax.process_count())))
 
 
-def _group(members: tuple[int, ...]) -> Group | None:
+def _group(members: tuple[int, ...]) -> ProcessGroup | None:
     if len(members) == 1 or compat.shared_store() is None:
         return None
-    return _groups.setdefault(members, Group(members))
+    return _groups.setdefault(members, ProcessGroup(members))
 
 
 @contextlib.contextmanager
 def watched(limit: float | None) -> Iterator[None]:
     """Ends this process if, inside, members of a group stay apart for `limit` seconds."""
-    before, Group.limit = Group.limit, limit
+    before, ProcessGroup.limit = ProcessGroup.limit, limit
     done = threading.Event()
     watch = threading.Thread(target=_watch, args=(limit, done), daemon=True)
     if limit is not None:
@@ -174,7 +171,7 @@ def watched(limit: float | None) -> Iterator[None]:
         yield
     finally:
         done.set()
-        Group.limit = before
+        ProcessGroup.limit = before
         if limit is not None:
             # Python aborts at its end if a thread then comes back from C++, as from its last note.
             # The store may not answer, so there is an end to this wait.

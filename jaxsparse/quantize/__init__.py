@@ -1,10 +1,8 @@
 """Quantises vectors to a few bits a value, packed into words, and back.
 
 A quantiser is a frozen dataclass of settings: `Format` (integers, floats, powers of two, and means
-of magnitudes in 1 to 2 bits) or `QSGD` (its paper's roundings and scales). `quantize` and
-`dequantize` take both.
-`check_feedback` refuses settings whose error must not be fed back. `entry_values` packs the values
-of sparse entries, whose indices travel beside them.
+of magnitudes in 1 to 2 bits) or `QSGD` (its paper's roundings and scales). `entry_values` packs the
+values of sparse entries, whose indices travel beside them.
 """
 
 from jaxsparse.quantize.entries import (
@@ -19,7 +17,7 @@ from jaxsparse.quantize.formats import (
 from jaxsparse.quantize.packing import pack as pack, unpack as unpack
 from jaxsparse.quantize.qsgd import QSGD as QSGD
 from jaxsparse.quantize.quantizer import (
-    Quantized as Quantized,
+    QuantizedVector as QuantizedVector,
     Quantizer as Quantizer,
     check_feedback as check_feedback,
     dequantize as dequantize,
@@ -33,7 +31,7 @@ __all__ = [
     "EntryValues",
     "Format",
     "FormatName",
-    "Quantized",
+    "QuantizedVector",
     "Quantizer",
     "Scale",
     "check_feedback",

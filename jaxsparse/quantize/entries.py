@@ -1,8 +1,7 @@
 """Values of sparse entries in 2 to 32 bits, for messages whose indices travel beside them.
 
 In 2 to 8 bits, entries share a few levels, which travel with them. In 16 or 32 bits, values are
-floats. Each class packs a vector of float32 values into words, and the receivers decode the same
-words.
+floats.
 """
 
 import dataclasses
@@ -72,24 +71,20 @@ class Floats:
 
     @property
     def is_exact(self) -> bool:
-        """Whether values have 32 bits."""
         return self.bits == 32
 
     def words(self, size: int) -> int:
-        """One word for one or for two values."""
         return field_words(size, self.bits)
 
     def encode(
         self, values: Float[Array, " n"], count: Int[Array, ""] | int
     ) -> UInt32[Array, " words"]:
-        """See `EntryValues`."""
         del count
         if self.is_exact:
             return lax.bitcast_convert_type(values, jnp.uint32)
         return pack_fields(_to_half(values), 16)
 
     def decode(self, words: UInt32[Array, " words"], size: int) -> Float[Array, " n"]:
-        """See `EntryValues`."""
         if self.is_exact:
             return lax.bitcast_convert_type(words, jnp.float32)
         return _from_half(unpack_fields(words, 16, size))
@@ -111,9 +106,6 @@ class SignMagnitude:
     entry. Each group has its own levels because one vector holds leaves of unlike magnitudes. With
     levels for the whole vector, entries of a leaf with small values would decode to the levels of a
     leaf with large ones.
-
-    Attributes:
-        bits: bits of a value, 2, 4 or 8.
     """
 
     bits: Literal[2, 4, 8]
@@ -121,13 +113,11 @@ class SignMagnitude:
     is_exact: ClassVar[bool] = False
 
     def words(self, size: int) -> int:
-        """The packed values, and one word a group."""
         return field_words(size, self.bits) + -(-size // _GROUP)
 
     def encode(
         self, values: Float[Array, " n"], count: Int[Array, ""] | int
     ) -> UInt32[Array, " words"]:
-        """See `EntryValues`."""
         groups = in_groups(values, _GROUP)
         is_value = in_groups(lax.iota(jnp.int32, values.size) < count, _GROUP)
         magnitudes = jnp.abs(groups)
@@ -158,7 +148,6 @@ class SignMagnitude:
         return jnp.concatenate([pack_fields(codes, self.bits), levels])
 
     def decode(self, words: UInt32[Array, " words"], size: int) -> Float[Array, " n"]:
-        """See `EntryValues`."""
         packed = field_words(size, self.bits)
         low, high = (_from_half(words[packed:] >> jnp.uint32(shift)) for shift in (0, 16))
         low, high = low[:, None], high[:, None]
@@ -178,11 +167,7 @@ class SignMagnitude:
 
 
 def entry_values(bits: int) -> EntryValues:
-    """The way to send the values of sparse entries in 2, 4, 8, 16 or 32 bits each.
-
-    Raises:
-        ValueError: bits is none of these.
-    """
+    """The way to send the values of sparse entries in 2, 4, 8, 16 or 32 bits each."""
     match static_int("value_bits", bits):
         case 16 | 32 as floats:
             return Floats(floats)

@@ -1,9 +1,8 @@
 """Values in a number format of 1 to 16 bits, relative to scales that a group of values shares.
 
-`QSGD` has more choices for integers, from its paper: stochastic rounding and the norm as a scale.
-The formats here are those of today's all-reduces (torchft, INTELLECT-1's prime, ZeRO++,
-Streaming DiLoCo). They are deterministic, so that a residual can keep the error, and their scales
-are short, too.
+These are the formats of today's all-reduces (torchft, INTELLECT-1's prime, ZeRO++, Streaming
+DiLoCo). They are deterministic, so that a residual can keep the error, and their scales are short,
+too. `QSGD` has stochastic rounding and the norm as a scale.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from jaxsparse.quantize import means
 from jaxsparse.quantize.packing import digit_words, pack, pack_digits, unpack, unpack_digits
 from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
-    Quantized,
+    QuantizedVector,
     check_group_size,
     cut,
     in_groups,
@@ -48,23 +47,23 @@ FormatName = Literal[
 Scale = Literal["float32", "bfloat16", "e8m0"]
 
 
-class _Values(NamedTuple):
+class _NumberFormat(NamedTuple):
     bits: float
     largest: int | None  # None: values need no scale, or their scales are means
     dtype: DTypeLike | None = None  # dtype of floats, if JAX has one
 
 
 _VALUES = {
-    "int8": _Values(8, 127),
-    "int4": _Values(4, 7),
-    "int2": _Values(2, None),
-    "ternary": _Values(1.6, None),
-    "sign": _Values(1, None),
-    "e3m0": _Values(4, 64),
-    "float8_e4m3fn": _Values(8, 448, jnp.float8_e4m3fn),
-    "float8_e5m2": _Values(8, 57344, jnp.float8_e5m2),
-    "bfloat16": _Values(16, None, jnp.bfloat16),
-    "float16": _Values(16, 65504, jnp.float16),
+    "int8": _NumberFormat(8, 127),
+    "int4": _NumberFormat(4, 7),
+    "int2": _NumberFormat(2, None),
+    "ternary": _NumberFormat(1.6, None),
+    "sign": _NumberFormat(1, None),
+    "e3m0": _NumberFormat(4, 64),
+    "float8_e4m3fn": _NumberFormat(8, 448, jnp.float8_e4m3fn),
+    "float8_e5m2": _NumberFormat(8, 57344, jnp.float8_e5m2),
+    "bfloat16": _NumberFormat(16, None, jnp.bfloat16),
+    "float16": _NumberFormat(16, 65504, jnp.float16),
 }
 _SCALE_BITS = {"float32": 32, "bfloat16": 16, "e8m0": 8}
 _INFINITY = 0x7F800000  # bits of float32
@@ -88,29 +87,23 @@ class Format:
         ||C(x) - x||^2 = ||x||^2 - (1 - d^2) sum of n s^2 over the scales.
 
     So every format is a contraction, and a residual that is fed back stays bounded for any data.
-    The sum of n s^2 is at least ||x||^2 / B for "sign", which a single value other than 0 attains.
-    It is at least ||x||^2 / sqrt(8 B) for "ternary" and "int2": a threshold c w, where w =
-    ||x||^2 / ||x||_1, leaves at least (1 - c) ||x||^2 above it. The magnitudes above it then sum to
-    at least sqrt(1 - c) ||x||, and their mean is at least c w >= c ||x|| / sqrt(B). The sum of
-    n s^2 is at least the product of the two. (Scales below 2.3e-38 become 0: then C(x) = 0. Sums
-    are rounded to 2**-22 of the largest magnitude for each value of a group.)
+    The sum of n s^2 is at least ||x||^2 / B for "sign", which a single value other than 0 attains,
+    and ||x||^2 / sqrt(8 B) for "ternary" and "int2". (Scales below 2.3e-38 become 0: then C(x) = 0.
+    Sums are rounded to 2**-22 of the largest magnitude for each value of a group.)
 
     Attributes:
         name: "int8" (-127 .. 127), "int4" (-7 .. 7), "float8_e4m3fn" (largest 448), "float8_e5m2"
             (57344), "float16" (65504), or "e3m0": a sign and three bits for 0 or a power of two, 1
             to 64 (the "FP4" of Streaming DiLoCo, arXiv 2501.18512; its scale is not published, this
             one is ours). "bfloat16" has the range of float32 and no scales. "int2" is a sign and
-            one of two scales, "ternary" a scale, 0 or minus the scale in 1.6 bits, "sign" (EF-
-            signSGD, Karimireddy et al., ICML 2019, section 4) plus or minus a scale. For "sign" and
-            "int2", zero counts as positive.
+            one of two scales, "ternary" a scale, 0 or minus the scale in 1.6 bits, "sign"
+            (EF-signSGD, Karimireddy et al., ICML 2019, section 4) plus or minus a scale. For "sign"
+            and "int2", zero counts as positive.
         group_size: number of consecutive values that share a scale, B. The last group may have
             fewer.
         scale: format of the scales on the wire: "bfloat16", "float32", or "e8m0" for powers of two
             in 8 bits, as in the OCP formats (here its byte 0 stands for zero). Scales add 16 / B,
             32 / B or 8 / B bits a value, and twice as many for "int2".
-
-    Raises:
-        ValueError: unknown name or scale, or group_size is below 1.
 
     >>> from jaxsparse.quantize.quantizer import dequantize, quantize
     >>> spec = Format("int4", scale="e8m0")
@@ -140,20 +133,14 @@ class Format:
 
     @property
     def scale_bits(self) -> int:
-        """Bits of a scale on the wire, or 0 for a format without scales."""
         return 0 if self.name == "bfloat16" else _SCALE_BITS[self.scale]
 
     @property
     def scales_per_group(self) -> int:
-        """Number of scales that a group has."""
         return means.LEVELS.get(self.name, 1)
 
     def words(self, size: int) -> int:
-        """Words of 32 bits on the wire for `size` values.
-
-        >>> Format("int4").words(10_000)
-        1270
-        """
+        """Words of 32 bits on the wire for `size` values."""
         scales = self.scales_per_group * -(-size // self.group_size)
         if self.name in means.BASES:
             words = digit_words(size, means.BASES[self.name])
@@ -166,18 +153,16 @@ class Format:
         return True
 
     def refusal(self, *, stochastic: bool) -> str:
-        """Empty, because no setting is refused."""
         return ""
 
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""], size: int
-    ) -> Quantized:
-        """See `Quantizer`."""
+    ) -> QuantizedVector:
         del key
         if self.name in means.BASES:
             codes, levels = means.encoded(in_groups(x, self.group_size), self.name, count)
             scales = self._as_scales(levels.reshape(-1), up=False, highest=LARGEST)
-            return Quantized(pack_digits(codes, means.BASES[self.name], size), scales)
+            return QuantizedVector(pack_digits(codes, means.BASES[self.name], size), scales)
         bits, scales = int(self.bits), self._scales_of(x)  # padding with zeros changes no maximum
         if self._is_integer:
             limit = _VALUES[self.name].largest
@@ -190,10 +175,9 @@ class Format:
         else:
             values = x if not self.scale_bits else self._relative(x, scales)
             packed = pack_fields(float_bits(within(values, self._dtype), self._dtype), bits)
-        return Quantized(cut(packed, field_words(size, bits)), scales)
+        return QuantizedVector(cut(packed, field_words(size, bits)), scales)
 
-    def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
-        """See `Quantizer`."""
+    def dequantize(self, quantized: QuantizedVector, size: int) -> Float[Array, " size"]:
         words, bits = quantized.words, int(self.bits)
         if self.name in means.BASES:
             codes = unpack_digits(words, means.BASES[self.name], size)
@@ -221,7 +205,6 @@ class Format:
         return self._as_scales(top / largest, up=True, highest=LARGEST / largest)
 
     def _scaled(self, values: Float[Array, " d"], scales: Float[Array, " groups"]) -> Array:
-        """Values times the scales of their groups."""
         return values * repeated(scales, self.group_size, values.size)
 
     def _as_scales(self, x: Float[Array, " n"], *, up: bool, highest: float) -> Array:

@@ -1,22 +1,15 @@
 """Formats of 1 to 2 bits: signs, and one or two levels of magnitude, which are means of a group.
 
 A mean has the least squared error of all levels for the values that it stands for, and this error
-is at right angles to what is sent. With n values of level s in place of x,
+is at right angles to what is sent. "sign" has one level, the mean of all magnitudes. "ternary" has
+one level and zero, "int2" two levels. Magnitudes above a threshold have the upper level.
 
-    ||C(x) - x||^2 = ||x||^2 - sum of n s^2 over the levels.
-
-"sign" has one level, the mean of all magnitudes. "ternary" has one level and zero, "int2" two
-levels. Magnitudes above a threshold have the upper level. Lloyd's rule for the best levels puts a
-threshold in the middle of two levels. It takes several passes from one to the next. A multiple of
-w = sum x^2 / sum |x|, the mean of the magnitudes weighted by themselves, is as good after one:
-
-    w / 2 for "ternary"     Lloyd's fixed point for exponentially distributed magnitudes
-    0.8 w for "int2"        0.797 w there
-
-For normal and Laplace's values, in groups of 256, the errors are within 0.3 % of the least. For
-Student's t(3) they are within 5 % ("ternary") and 8 % ("int2"): `python benchmarks/formats.py`. One
-value far above all others moves w, and stays alone above the threshold. It stays among others above
-0.7 times the mean magnitude, the threshold of ternary weight networks (Li et al., 2016).
+Lloyd's rule for the best levels puts a threshold in the middle of two levels, and takes several
+passes. A multiple of w = sum x^2 / sum |x|, the mean of the magnitudes weighted by themselves, is
+as good after one: w / 2 for "ternary" is Lloyd's fixed point for exponentially distributed
+magnitudes, 0.8 w for "int2" is near it. For normal and Laplace's values the errors are within 0.3 %
+of the least, for Student's t(3) within 5 and 8 % (`python benchmarks/formats.py`). One value far
+above all others moves w, and stays alone above the threshold.
 
 Sums of 16 values are of integers, in units of 2**-21 or less of the group's largest magnitude. They
 do not overflow, and XLA's CPU backend vectorises them, which it does not do for sums of floats.
@@ -51,20 +44,46 @@ def encoded(
 ) -> tuple[UInt8[Array, "groups values"], Float[Array, "levels groups"]]:
     """A code for each value, and the levels of each group.
 
-    Args:
-        groups: float32, the values of a group in each row.
-        name: the format.
-        count: number of elements before the padding with zeros, which does not count in a mean.
-
-    Returns:
-        Codes: "sign" 1 for negative values and 0 for others, "ternary" 0 to 2 for -1 to 1, "int2"
-        one bit for the upper level, and above it one for negative values. Levels, the lower one
-        first, not above the group's largest magnitude. They are infinite if one of its values is
-        not finite.
+    `count` is the number of elements before the padding with zeros, which does not count in a mean.
+    Codes: "sign" 1 for negative values and 0 for others, "ternary" 0 to 2 for -1 to 1, "int2" one
+    bit for the upper level, and above it one for negative values. Levels, the lower one first, not
+    above the group's largest magnitude. They are infinite if one of its values is not finite.
     """
     number, width = groups.shape
-    inside = jnp.clip(count - width * lax.iota(jnp.int32, number), 1, width)
-    return _fit(groups, inside, name)
+    no_padding = jnp.clip(count - width * lax.iota(jnp.int32, number), 1, width)
+    inside = no_padding.astype(jnp.float32)  # how many values of a group
+    largest = largest_magnitude(groups, axis=1)
+    # Magnitudes times a power of two: exact, the largest from 2 to 4. (2 and 254 are the exponents'
+    # ends, SMALLEST's and LARGEST's, so that no factor is subnormal or infinite.)
+    exponent = jnp.clip(to_bits(largest) >> jnp.uint32(23), jnp.uint32(2), jnp.uint32(254))
+    y = jnp.abs(groups) * _power(jnp.uint32(255) - exponent)[:, None]
+    negative = groups < 0
+    if name == "sign":
+        (sums,) = _sums(_units(y))
+        codes, means = negative.astype(jnp.uint8), [_total(sums) / inside]
+    else:
+        sums, squares = _sums(_units(y), _units(y * y * 0.25))
+        w = 4 * _total(squares) / jnp.maximum(_total(sums), 1 / _UNITS)
+        # As integers, which have the same order. XLA's CPU backend would store the floats of all
+        # thresholds, one for each value.
+        upper = to_bits(y) > to_bits(_THRESHOLDS[name] * w)[:, None]
+        one = jnp.uint32(1 << _COUNT_SHIFT)
+        (both,) = _sums(jnp.where(upper, _units(y) + one, jnp.uint32(0)))
+        upper_sums = both & (one - jnp.uint32(1))
+        upper_count = jnp.sum(both >> jnp.uint32(_COUNT_SHIFT), axis=1, dtype=jnp.uint32)
+        upper_count = upper_count.astype(jnp.float32)
+        high = _total(upper_sums) / jnp.maximum(upper_count, 1)
+        if name == "ternary":
+            digits = upper.astype(jnp.uint8)
+            codes, means = jnp.where(negative, 1 - digits, 1 + digits), [high]
+        else:
+            low = _total(sums - upper_sums) / jnp.maximum(inside - upper_count, 1)
+            codes = upper.astype(jnp.uint8) | negative.astype(jnp.uint8) << jnp.uint8(1)
+            means = [low, high]
+    levels = jnp.stack(means) * _power(exponent - jnp.uint32(1))[None]
+    # Units are rounded, so a mean may exceed all magnitudes by half a unit.
+    largest = largest[None]
+    return codes, jnp.where(jnp.isfinite(largest), jnp.minimum(levels, largest), jnp.inf)
 
 
 def decoded(
@@ -86,45 +105,6 @@ def decoded(
         bits ^= (bits ^ to_bits(high)) & upper
         negative >>= jnp.uint32(1)
     return lax.bitcast_convert_type(bits ^ negative << jnp.uint32(31), jnp.float32)
-
-
-def _fit(
-    groups: Float[Array, "n values"], inside: Int[Array, " n"], name: str
-) -> tuple[UInt8[Array, "n values"], Float[Array, "levels n"]]:
-    """Codes and levels of whole groups, `inside` of whose values are no padding."""
-    largest = largest_magnitude(groups, axis=1)
-    # Magnitudes times a power of two: exact, the largest from 2 to 4. (2 and 254 are the exponents'
-    # ends, SMALLEST's and LARGEST's, so that no factor is subnormal or infinite.)
-    exponent = jnp.clip(to_bits(largest) >> jnp.uint32(23), jnp.uint32(2), jnp.uint32(254))
-    y = jnp.abs(groups) * _power(jnp.uint32(255) - exponent)[:, None]
-    negative = groups < 0
-    count = inside.astype(jnp.float32)
-    if name == "sign":
-        (sums,) = _sums(_units(y))
-        codes, means = negative.astype(jnp.uint8), [_total(sums) / count]
-    else:
-        sums, squares = _sums(_units(y), _units(y * y * 0.25))
-        w = 4 * _total(squares) / jnp.maximum(_total(sums), 1 / _UNITS)
-        # As integers, which have the same order. XLA's CPU backend would store the floats of all
-        # thresholds, one for each value.
-        upper = to_bits(y) > to_bits(_THRESHOLDS[name] * w)[:, None]
-        one = jnp.uint32(1 << _COUNT_SHIFT)
-        (both,) = _sums(jnp.where(upper, _units(y) + one, jnp.uint32(0)))
-        upper_sums = both & (one - jnp.uint32(1))
-        upper_count = jnp.sum(both >> jnp.uint32(_COUNT_SHIFT), axis=1, dtype=jnp.uint32)
-        upper_count = upper_count.astype(jnp.float32)
-        high = _total(upper_sums) / jnp.maximum(upper_count, 1)
-        if name == "ternary":
-            digits = upper.astype(jnp.uint8)
-            codes, means = jnp.where(negative, 1 - digits, 1 + digits), [high]
-        else:
-            low = _total(sums - upper_sums) / jnp.maximum(count - upper_count, 1)
-            codes = upper.astype(jnp.uint8) | negative.astype(jnp.uint8) << jnp.uint8(1)
-            means = [low, high]
-    levels = jnp.stack(means) * _power(exponent - jnp.uint32(1))[None]
-    # Units are rounded, so a mean may exceed all magnitudes by half a unit.
-    largest = largest[None]
-    return codes, jnp.where(jnp.isfinite(largest), jnp.minimum(levels, largest), jnp.inf)
 
 
 def _units(y: Float[Array, "n values"]) -> UInt32[Array, "n values"]:

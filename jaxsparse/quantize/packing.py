@@ -19,18 +19,9 @@ _DIGITS = {2: 32, 3: 20, 4: 16}  # digits in a word, by their base: 3**20 < 2**3
 
 @functools.partial(jax.jit, static_argnames="bits")
 def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
-    """Packs small integers in two's complement. The first takes the lowest bits of a word.
+    """Packs small integers of 2, 4 or 8 bits in two's complement, modulo 2**bits.
 
-    Args:
-        levels: int32[d], each in -2**(bits - 1) .. 2**(bits - 1) - 1. Others are taken modulo
-            2**bits.
-        bits: bits of an integer: 2, 4 or 8.
-
-    Returns:
-        uint32[ceil(d * bits / 32)]. The last word is padded with zeros.
-
-    Raises:
-        ValueError: `levels` is not an integer vector, or bits is not 2, 4 or 8.
+    The first takes the lowest bits of a word. Zeros fill the last word.
 
     >>> [hex(word) for word in pack(jnp.array([1, -1, 7]), 4).tolist()]
     ['0x7f1']
@@ -46,22 +37,7 @@ def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
 
 @functools.partial(jax.jit, static_argnames=("bits", "size"))
 def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, " size"]:
-    """The integers that `pack` packed.
-
-    Args:
-        words: the packed integers, uint32[ceil(size * bits / 32)].
-        bits: bits of an integer, as in `pack`.
-        size: number of integers.
-
-    Returns:
-        int32[size].
-
-    Raises:
-        ValueError: bits is not 2, 4 or 8, or `words` does not match bits and size.
-
-    >>> unpack(pack(jnp.array([1, -1, 7]), 4), 4, 3).tolist()
-    [1, -1, 7]
-    """
+    """The `size` integers that `pack` packed."""
     check_bits(bits)
     check_size("size", size)
     if words.shape != (field_words(size, bits),) or words.dtype != jnp.uint32:
@@ -80,32 +56,20 @@ def digit_words(size: int, base: int) -> int:
 
     From 1024 words on it is rounded up to a multiple of 16: up to 1.5 % more, and below 0.1 % from
     2**19 digits on. XLA's CPU backend vectorises whole registers alone.
-
-    >>> digit_words(100, 2), digit_words(100, 3), digit_words(100, 4)
-    (4, 5, 7)
     """
     words = -(-size // _DIGITS[base])
     return words if words < _MANY else -(-words // _LANES) * _LANES
 
 
 def pack_digits(digits: UInt8[Array, "..."], base: int, size: int) -> UInt32[Array, " words"]:
-    """Packs digits, as many in a word as fit. Digit j of word w is element j * words + w.
+    """Packs digits to base 2, 3 or 4. Digit j of word w is element j * words + w.
 
     Neighbours are in neighbouring words, as in `arrays.bits.pack_bits`, which vectorises. A word is
     a fraction of 2**32. Times the base, what overflows is the first digit, and what stays is the
     fraction of the others. So no digit takes a division.
 
-    Args:
-        digits: uint8 of any shape, each below `base`. Pass the shape in which they are computed: in
-            another one, XLA looks for the place of each by a division.
-        base: 2, 3 or 4.
-        size: number of digits to pack, d. The others are left out.
-
-    Returns:
-        uint32[digit_words(d, base)]. The last digits of the last words are padded with zeros.
-
-    >>> [hex(word) for word in pack_digits(jnp.uint8([1, 2]), 3, 2).tolist()]
-    ['0x8e38e38f']
+    Pass digits in the shape in which they are computed: in another one, XLA looks for the place of
+    each by a division. Those behind the first `size` are left out.
     """
     count, words = _DIGITS[base], digit_words(size, base)
     join = lambda number, plane: number * jnp.uint32(base) + plane.astype(jnp.uint32)
@@ -125,7 +89,7 @@ def pack_digits(digits: UInt8[Array, "..."], base: int, size: int) -> UInt32[Arr
 
 
 def unpack_digits(words: UInt32[Array, " words"], base: int, size: int) -> UInt8[Array, " size"]:
-    """The digits that `pack_digits` packed: uint8[size].
+    """The digits that `pack_digits` packed.
 
     >>> unpack_digits(pack_digits(jnp.uint8([1, 2, 0]), 3, 3), 3, 3).tolist()
     [1, 2, 0]

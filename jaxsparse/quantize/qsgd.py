@@ -1,8 +1,7 @@
 """QSGD quantisation (Alistarh et al., 2017).
 
-Values are cut into groups with one scale each. A value v becomes the integer level s v / scale,
-rounded into -s .. s with s = 2**(bits - 1) - 1. With a key the rounding is stochastic, so that
-E[Q(v)] = v; without one it is to nearest.
+A value v becomes the integer level s v / scale, rounded into -s .. s with s = 2**(bits - 1) - 1.
+With a key the rounding is stochastic, so that E[Q(v)] = v; without one it is to nearest.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from jaxsparse.arrays.hashing import keyed
 from jaxsparse.arrays.magnitude import LARGEST, SMALLEST, largest_magnitude, norms, shares_of
 from jaxsparse.quantize.packing import check_bits, pack, unpack
 from jaxsparse.quantize.quantizer import (
-    Quantized,
+    QuantizedVector,
     check_group_size,
     cut,
     in_groups,
@@ -37,9 +36,6 @@ class QSGD:
         scale: "max" is the largest magnitude of the group. That value has no error, and no other
             error exceeds max / s. "l2" is the norm of the group, as in the paper. It makes more
             zeros and larger errors.
-
-    Raises:
-        ValueError: bits is not 2, 4 or 8, group_size is below 1, or scale is unknown.
     """
 
     bits: Literal[2, 4, 8] = 4
@@ -62,30 +58,22 @@ class QSGD:
         return 2 ** (self.bits - 1) - 1
 
     def words(self, size: int) -> int:
-        """Words of 32 bits on the wire for `size` values: packed levels and a scale per group.
-
-        >>> QSGD(bits=4).words(10_000)
-        1260
-        """
+        """Words of 32 bits on the wire for `size` values: packed levels and a scale per group."""
         return field_words(size, self.bits) + -(-size // self.group_size)
 
     def error_bound(self, *, stochastic: bool = True) -> float:
         """The factor f in E||Q(x) - x||^2 <= f ||x||^2, for any x.
 
         Let D = scale / s. With stochastic rounding, a value v in the first cell has error variance
-        v (D - v). A value in a further cell has that of its remainder, D^2 / 4 at most. With
-        rounding to nearest, the squared error is at most min(v^2, D^2 / 4). The maxima of the sums
-        over a group are
+        v (D - v), and one in a further cell D^2 / 4 at most. With rounding to nearest, the squared
+        error is at most min(v^2, D^2 / 4). The maxima of the sums over a group are
 
                     stochastic                              to nearest
             max     (sqrt(1 + (B - 1) / s^2) - 1) / 2       (B - 1) / (B - 1 + 4 s^2)
             l2      sqrt(B) / s - 1, B / (4 s^2) below 1    min(1, B / (4 s^2))
 
-        Under "max" the largest value has no error, and the others can attain the worst case.
-        QSGD's Lemma 3.1, min(B / s^2, sqrt(B) / s) for l2, is looser.
-
-        Args:
-            stochastic: whether `quantize` gets a key.
+        Under "max" the largest value has no error. QSGD's Lemma 3.1, min(B / s^2, sqrt(B) / s) for
+        l2, is looser.
 
         >>> QSGD(bits=8, scale="l2").error_bound() < 0.016
         True
@@ -104,15 +92,11 @@ class QSGD:
         Either of two contractions proves it. The first: under "max" no residual exceeds r max|x|
         with r = 1 / s, or 1 / (2 s) to nearest, where x is gradient plus residual. So r < 1 keeps
         all residuals below r / (1 - r) times the largest gradient of the group. The second:
-        `error_bound` is below 1. One of them holds for all settings but two. One is "max" with 2
-        bits, a key and B > 8: at B = 1024 the residual of normal gradients grows to some 12 times
-        their norm. The other is "l2" with B >= 4 s^2: with a key the residual grows exponentially,
-        and to nearest equal values are never sent.
-
-        Args:
-            stochastic: whether `quantize` gets a key.
-
-        The second contraction is Lemma 3 of EF-SGD (Karimireddy et al., 2019).
+        `error_bound` is below 1 (Lemma 3 of EF-SGD, Karimireddy et al., 2019). One of them holds
+        for all settings but two. One is "max" with 2 bits, a key and B > 8: at B = 1024 the
+        residual of normal gradients grows to some 12 times their norm. The other is "l2" with B >=
+        4 s^2: with a key the residual grows exponentially, and to nearest equal values are never
+        sent.
 
         >>> QSGD(bits=4).bounded_feedback(), QSGD(bits=4, scale="l2").bounded_feedback()
         (True, False)
@@ -121,7 +105,6 @@ class QSGD:
         return below_largest or self.error_bound(stochastic=stochastic) < 1
 
     def refusal(self, *, stochastic: bool) -> str:
-        """See `Quantizer`."""
         largest = 8 * self.levels**2 if self.scale == "max" else 4 * self.levels**2 - 1
         candidates = {
             "scale='max'": dataclasses.replace(self, scale="max"),
@@ -146,8 +129,8 @@ class QSGD:
 
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""], size: int
-    ) -> Quantized:
-        """See `Quantizer`. To nearest, ties go to even, and |v - Q(v)| <= |v| for every value."""
+    ) -> QuantizedVector:
+        """To nearest, ties go to even, and |v - Q(v)| <= |v| for every value."""
         del count  # padding with zeros changes neither maximum nor norm
         groups = in_groups(x, self.group_size)
         largest = largest_magnitude(groups, axis=1)
@@ -172,10 +155,11 @@ class QSGD:
             level += up.astype(jnp.float32)
         level = jnp.minimum(level, self.levels).astype(jnp.int32)
         packed = pack(jnp.where(x < 0, -level, level), self.bits)
-        return Quantized(cut(packed, field_words(size, self.bits)), jnp.where(empty, 0, scales))
+        return QuantizedVector(
+            cut(packed, field_words(size, self.bits)), jnp.where(empty, 0, scales)
+        )
 
-    def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
-        """See `Quantizer`: scale * level / s."""
+    def dequantize(self, quantized: QuantizedVector, size: int) -> Float[Array, " size"]:
         levels = unpack(quantized.words, self.bits, size).astype(jnp.float32)
         # Shares are at most 1, so the product does not overflow.
         return levels / self.levels * repeated(quantized.scales, self.group_size, size)

@@ -14,7 +14,7 @@ from jaxsparse.arrays.settings import check_size, static_int
 
 __all__ = [
     "SCALE_SHIFTS",
-    "Quantized",
+    "QuantizedVector",
     "Quantizer",
     "check_feedback",
     "check_group_size",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class Quantized(NamedTuple):
+class QuantizedVector(NamedTuple):
     """A quantised vector. Only `words` and `scales` travel."""
 
     words: UInt32[Array, " words"]  # all values, a few bits each
@@ -67,15 +67,15 @@ class Quantizer(Protocol):
 
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""], size: int
-    ) -> Quantized:
+    ) -> QuantizedVector:
         """See the function `quantize`. `x` is float32 and checked.
 
         If it is longer than a group, it has whole groups, with zeros behind its first `size`
-        elements. Only `size` elements are packed.
+        elements, which alone are packed.
         """
         ...
 
-    def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
+    def dequantize(self, quantized: QuantizedVector, size: int) -> Float[Array, " size"]:
         """See the function `dequantize`. The shape of the scales is checked."""
         ...
 
@@ -89,18 +89,9 @@ class Quantizer(Protocol):
 
 
 def check_feedback(spec: Quantizer, *, stochastic: bool) -> None:
-    """Refuses settings whose error must not be fed back. See `QSGD.bounded_feedback`.
+    """Refuses settings whose error must not be fed back, because the residual could grow for ever.
 
-    Args:
-        spec: the quantiser.
-        stochastic: whether `quantize` gets a key.
-
-    Raises:
-        ValueError: the residual could grow without bound. The error names settings without this
-            problem.
-
-    >>> from jaxsparse.quantize.qsgd import QSGD
-    >>> check_feedback(QSGD(bits=4), stochastic=True)
+    The error names settings without this problem. See `QSGD.bounded_feedback`.
     """
     if not spec.bounded_feedback(stochastic=stochastic):
         raise ValueError(spec.refusal(stochastic=stochastic))
@@ -112,8 +103,8 @@ def quantize(
     spec: Quantizer,
     key: Key[Array, ""] | None,
     count: Int[Array, ""] | None = None,
-) -> Quantized:
-    """Quantises a vector.
+) -> QuantizedVector:
+    """Quantises a vector. QSGD (Alistarh et al., 2017), sections 3.1 and 3.3; SparCML, section 6.
 
     A group counts as zero if all its magnitudes are below 2.3e-38, twice float32's least normal
     number. If a value of a group is not finite, no dequantised value of the group is.
@@ -123,16 +114,7 @@ def quantize(
         spec: the quantiser.
         key: key of the stochastic rounding, which is unbiased (to float32's rounding). Use a fresh
             key for each call and worker. None rounds deterministically, and is biased.
-        count: int32, the number of elements before the padding with zeros. None: all. Only means
-            depend on it.
-
-    Returns:
-        The packed levels and the scales.
-
-    Raises:
-        ValueError: `x` is not such a vector, or the quantiser takes no key.
-
-    QSGD (Alistarh et al., 2017), sections 3.1 and 3.3; SparCML, section 6.
+        count: number of elements before the padding with zeros. None: all. Only means depend on it.
 
     >>> from jaxsparse.quantize.qsgd import QSGD
     >>> x = jnp.float32([1.0, -7.0, 0.2, 3.9])
@@ -153,25 +135,8 @@ def quantize(
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "size"))
-def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array, " size"]:
-    """The values that a quantised vector stands for.
-
-    Args:
-        quantized: result of `quantize`.
-        spec: the quantiser, as in `quantize`.
-        size: number of elements of the vector, d.
-
-    Returns:
-        float32[size].
-
-    Raises:
-        ValueError: `quantized` does not match `spec` and `size`.
-
-    >>> from jaxsparse.quantize.qsgd import QSGD
-    >>> spec = QSGD(bits=2, scale="l2")
-    >>> dequantize(quantize(jnp.float32([0.0, 5.0]), spec, None), spec, 2).tolist()
-    [0.0, 5.0]
-    """
+def dequantize(quantized: QuantizedVector, spec: Quantizer, size: int) -> Float[Array, " size"]:
+    """The `size` values that a quantised vector stands for, with the `spec` of `quantize`."""
     check_size("size", size)
     scales = _scale_count(spec, size)
     if quantized.scales.shape != (scales,):
@@ -187,22 +152,8 @@ def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array,
 SCALE_SHIFTS = {32: 0, 16: 16, 8: 23}
 
 
-def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]:
-    """Packed values and their scales in one array, as they travel.
-
-    Args:
-        quantized: what `quantize` made. Its scales are float32, and exact in `spec.scale_bits`.
-        spec: the quantiser that made it.
-
-    Returns:
-        uint32[words], where words is `spec.words(size)`: first the values, then the scales.
-
-    Example:
-        >>> from jaxsparse.quantize import Format
-        >>> spec = Format("int8", group_size=4)
-        >>> to_message(quantize(jnp.float32([1, -2, 3, 4]), spec, None), spec).size == spec.words(4)
-        True
-    """
+def to_message(quantized: QuantizedVector, spec: Quantizer) -> UInt32[Array, " words"]:
+    """Packed values and their scales in one array, as they travel: `spec.words(size)` words."""
     if not spec.scale_bits:
         return quantized.words
     scales = lax.bitcast_convert_type(quantized.scales, jnp.uint32)
@@ -210,31 +161,22 @@ def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]
     return jnp.concatenate([_kept(quantized.words), scales])
 
 
-def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> Quantized:
-    """The inverse of `to_message`.
+def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> QuantizedVector:
+    """The inverse of `to_message`, for a vector of `size` values.
 
-    Args:
-        message: uint32[words], where words is `spec.words(size)`.
-        spec: the quantiser that made the message.
-        size: number of values in it, d.
-
-    Returns:
-        Packed values, and float32 scales, for `dequantize`.
-
-    Example:
-        >>> from jaxsparse.quantize import Format
-        >>> spec = Format("int8", group_size=4)
-        >>> message = to_message(quantize(jnp.float32([-127, 0, 1, 127]), spec, None), spec)
-        >>> dequantize(from_message(message, spec, 4), spec, 4).tolist()
-        [-127.0, 0.0, 1.0, 127.0]
+    >>> from jaxsparse.quantize import Format
+    >>> spec = Format("int8", group_size=4)
+    >>> message = to_message(quantize(jnp.float32([-127, 0, 1, 127]), spec, None), spec)
+    >>> dequantize(from_message(message, spec, 4), spec, 4).tolist()
+    [-127.0, 0.0, 1.0, 127.0]
     """
     count = _scale_count(spec, size)
     if not spec.scale_bits:
-        return Quantized(message, jnp.ones(count, jnp.float32))
+        return QuantizedVector(message, jnp.ones(count, jnp.float32))
     words = message.size - field_words(count, spec.scale_bits)
     scales = unpack_fields(message[words:], spec.scale_bits, count)
     scales <<= jnp.uint32(SCALE_SHIFTS[spec.scale_bits])
-    return Quantized(message[:words], stored(lax.bitcast_convert_type(scales, jnp.float32)))
+    return QuantizedVector(message[:words], stored(lax.bitcast_convert_type(scales, jnp.float32)))
 
 
 def _scale_count(spec: Quantizer, size: int) -> int:
@@ -256,10 +198,6 @@ def sent_size(size: int, spec: Quantizer) -> int:
 
     Otherwise it is `size`. XLA's CPU backend does not vectorise what fills or cuts the last group
     of a vector. (Values of "bfloat16" need no scales, and are sent in groups all the same.)
-
-    >>> from jaxsparse.quantize import Format
-    >>> sent_size(25_000, Format("int8")), sent_size(250, Format("int8"))
-    (25088, 250)
     """
     padding = -size % spec.group_size
     return size + padding if 64 * padding <= size <= 2**31 - 1 - padding else size
@@ -276,9 +214,9 @@ def cut(x: Shaped[Array, " n"], size: int) -> Shaped[Array, " size"]:
 
 
 def _kept(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    """A vector whose end was filled, or is to be cut. It is stored if it is long.
+    """A vector whose end was filled, or is to be cut: stored if it is long.
 
-    Stored, it is no part of the loops that read or make it, and XLA's CPU backend vectorises these.
+    It is then no part of the loops that read or make it, and XLA's CPU backend vectorises these.
     """
     return stored(x) if x.size >= _LONG else x
 

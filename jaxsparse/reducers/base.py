@@ -59,7 +59,6 @@ class Sums(NamedTuple):
     is_settled: bool = False  # whether `total` is finite, and summands that overflow are kept
 
     def info(self, workers: int) -> Info:
-        """The counts."""
         delivered = self.delivered
         if delivered is None:
             of_finite = lambda total: jnp.where(jnp.isfinite(total), total, 0)
@@ -83,11 +82,7 @@ class Kept(NamedTuple):
     indices: Int[Array, " n"] | None = None
 
     def whole(self, x: Float[Array, " d"]) -> "Kept":
-        """The same with residual and mask as vectors of d elements.
-
-        Args:
-            x: the vector that was exchanged. It is the residual at all other elements.
-        """
+        """The same with residual and mask as vectors of d elements. `x` is what was exchanged."""
         if self.indices is None:
             return self
         residual = x.at[self.indices].set(self.residual, mode="drop")
@@ -185,15 +180,7 @@ class Reducer(abc.ABC):
         return False
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
-        """One reducer for each bucket, here the same.
-
-        Args:
-            sizes: number of elements of each bucket.
-            dense_size: number of uncompressed elements beside the buckets.
-
-        Raises:
-            ValueError: settings for the whole tree can't be met.
-        """
+        """One reducer for each bucket of these sizes, beside so many dense elements."""
         return (self,) * len(sizes)
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Reducer":
@@ -202,7 +189,7 @@ class Reducer(abc.ABC):
         return self
 
     def init(self, size: int) -> Any:
-        """One worker's initial state for vectors of `size` elements. Default: no state.
+        """One worker's initial state for vectors of `size` elements. Default: none.
 
         Arrays that will differ between workers must be marked `PerWorker`. All others are
         replicated.
@@ -211,17 +198,14 @@ class Reducer(abc.ABC):
         return ()
 
     def abstract_state(self, size: int) -> Any:
-        """Shapes and dtypes of the state that `init` makes."""
         return jax.eval_shape(functools.partial(self.init, size))
 
     @abc.abstractmethod
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """Exchanges one vector with the other workers.
+        """Exchanges a worker's whole vector, float32, with the other workers.
 
-        Args:
-            x: float32, this worker's whole vector.
-            state: the reducer's state, from `init` or from the last exchange.
-            axis_name: the axis of the workers. None: a single worker, which sends nothing.
+        `state` is from `init` or from the last exchange. With no `axis_name` there is a single
+        worker, which sends nothing.
         """
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
@@ -233,19 +217,17 @@ class Reducer(abc.ABC):
 class SeededReducer(Reducer):
     """A reducer with random draws. Each bucket has its own seed.
 
-    Attributes:
+    Args:
         seed: seed of the draws, 0 <= seed < 2**32. Draws are fresh at each exchange.
     """
 
     seed: Seed = dataclasses.field(default=0, kw_only=True)
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
-        """The same reducer with another seed for each bucket."""
         seeds = bucket_seeds(self.seed, len(sizes))
         return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
 
     def init(self, size: int) -> Any:
-        """The number of exchanges so far, uint32, for fresh draws."""
         del size
         return jnp.uint32(0)
 
@@ -270,32 +252,20 @@ class Gathered(Reducer):
     ) -> tuple[UInt32[Array, " words"], Kept]:
         """A worker's message, and what stays with it if its message counts.
 
-        Args:
-            x: float32, this worker's whole vector.
-            state: the reducer's state, from `init` or from the last message.
-            rank: int32, a number of this worker's own, for draws that differ between workers.
-
-        Returns:
-            The message, whose length depends only on that of `x`, and what the worker keeps.
+        The length of the message depends only on that of `x`. `rank` is a number of this worker's
+        own, for draws that differ between workers.
         """
 
     @abc.abstractmethod
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
-        """What messages deliver, added up in their order.
-
-        Args:
-            messages: the messages of all workers that count.
-            size: number of elements of the vectors, d.
-        """
+        """What the messages that count deliver, added up in their order; d = `size` elements."""
 
     def words(self, size: int) -> int:
-        """The number of words of a message for vectors of `size` elements."""
         x = jax.ShapeDtypeStruct((size,), jnp.float32)
         make = lambda x: self.encode(x, self.init(size), jnp.int32(0))[0]
         return jax.eval_shape(make, x).size
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         message, kept = self.encode(x, state, wire.axis_index(axis_name))
         return self.decode(wire.all_gather(message, axis_name), x.size), kept
 
@@ -320,14 +290,7 @@ def settle(x: Float[Array, " d"], sums: Sums, kept: Kept) -> tuple[Sums, Kept]:
 
 
 def deliver(x: Float[Array, " d"], sums: Sums, kept: Kept, workers: int) -> Reduced:
-    """The finished exchange of a worker's vector `x`.
-
-    Args:
-        x: float32, this worker's whole vector.
-        sums: what all workers get.
-        kept: what this worker keeps if no sum overflows.
-        workers: number of workers, W.
-    """
+    """The finished exchange of a worker's vector `x` with W = `workers`."""
     counts = sums.info(workers)
     sums, kept = settle(x, sums, kept)
     return Reduced(sums.total / workers, kept, counts)
@@ -339,14 +302,10 @@ def deliver(x: Float[Array, " d"], sums: Sums, kept: Kept, workers: int) -> Redu
 def keep_entries(
     x: Float[Array, " d"], stream: SparseStream, lost: Float[Array, " n"], state: Any
 ) -> Kept:
-    """What a worker keeps that sends the entries `stream` of `x`.
+    """What a worker keeps that sends the entries `stream` of `x`, with distinct indices.
 
-    Args:
-        x: float32, this worker's whole vector.
-        stream: the entries that it put forward, with distinct indices. Where their values differ
-            from those of `x`, the residual keeps the difference.
-        lost: float32, the part of each entry that messages lack.
-        state: the reducer's new state.
+    Where their values differ from those of `x`, the residual keeps the difference, and `lost`, the
+    part of each entry that messages lack.
     """
     values = x.at[stream.indices].get(mode="fill", fill_value=0)
     # Shares of others' entries can overflow float32, and an inf would stay for ever.
@@ -357,16 +316,10 @@ def keep_entries(
 def keep_streams(
     x: Float[Array, " d"], stream: SparseStream, result: AllReduced, state: Any
 ) -> tuple[Sums, Kept]:
-    """The exchange of a sparse all-reduce of entries of `x`.
+    """The exchange of a sparse all-reduce of entries of `x`; see `keep_entries`.
 
     A worker keeps the entries that it did not select, and its share of the all-reduce's residual.
-
-    Args:
-        x: float32, this worker's whole vector.
-        stream: see `keep_entries`.
-        result: the result of the all-reduce. If its residual is given at few entries, they are
-            those of `stream`, in its order.
-        state: the reducer's new state.
+    If that is given at few entries, they are those of `stream`, in its order.
     """
     sums = Sums(result.total, overflow=result.overflow)
     if result.indices is not None:
@@ -387,14 +340,7 @@ def keep_merged(
     Where a sum arrived, a worker's residual is `discarded`: the entries that it dropped itself.
     Where none did, each worker keeps its own entry, which covers any drops (SparDL, Alg. 1). A sum
     other than 0 counts as arrived. Sums that cancel or overflow do not, and the workers' own
-    entries conserve them as well.
-
-    Args:
-        x: float32, this worker's whole vector.
-        total: float32, the delivered sum, equal on all workers.
-        discarded: float32, the entries that this worker dropped; unused where `total` is 0.
-        selected: mask of the entries that this worker put forward.
-        state: the reducer's new state.
+    entries conserve them as well. `selected` are the entries that this worker put forward.
     """
     has_arrived = lambda total: jnp.isfinite(total) & (total != 0)
     arrived = has_arrived(total)

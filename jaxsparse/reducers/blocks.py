@@ -11,8 +11,8 @@ from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.arrays.settings import Density, check_vector, entries, static_float
 from jaxsparse.collectives.union import union
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.select.blocks import block_top_k
 from jaxsparse.select.compaction import compact_ranked
+from jaxsparse.select.top_k import block_top_k
 
 
 def check_room(name: str, value: Any) -> float:
@@ -34,9 +34,9 @@ BlockSize = Annotated[int, lambda _, value: blocks.check_block_size(value)]
 class BlockReducer(Reducer):
     """A reducer of blocks.
 
-    Attributes:
-        density: share of the blocks that each worker selects, in (0, 1]. They have the largest l2
-            norms. None: all blocks that are not zero.
+    Args:
+        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
+            blocks have the largest l2 norms. None: all blocks that are not zero.
         block_size: number of elements in a block.
     """
 
@@ -46,7 +46,6 @@ class BlockReducer(Reducer):
 
     @property
     def alignment(self) -> int:
-        """The block size, so that buckets hold whole blocks."""
         return self.block_size
 
     @property
@@ -78,11 +77,7 @@ def check_bounded(density: Density | None, name: str, room: float | None) -> Non
 
 
 def selected_count(size: int, block_size: int, density: Density) -> int:
-    """The k of a worker's block top-k: ceil(density times the number of blocks), at least 1.
-
-    >>> selected_count(1000, 256, 0.3)
-    2
-    """
+    """The k of a worker's block top-k: ceil(density times the number of blocks), at least 1."""
     return entries(density, blocks.count(size, block_size))
 
 
@@ -91,16 +86,8 @@ def union_capacity(
 ) -> int:
     """The number of blocks of the union that there is room for.
 
-    Args:
-        size: number of elements of the vector.
-        block_size: number of elements in a block.
-        density: share of the blocks that each worker selects. None: all that are not zero.
-        union_density: share of the blocks that there is room for. None: all that W workers can
-            select.
-        workers: number of workers, W.
-
-    >>> union_capacity(1000, 10, 0.05, None, workers=4), union_capacity(1000, 10, None, 0.1, 4)
-    (20, 10)
+    A `union_density` is the share of the blocks that there is room for. None: all that W workers
+    can select.
     """
     number = blocks.count(size, block_size)
     most = number
@@ -112,14 +99,7 @@ def union_capacity(
 def select_blocks(
     x: Float[Array, " d"], block_size: int, density: Density | None
 ) -> Bool[Array, " blocks"]:
-    """The blocks that this worker selects; never a block of zeros.
-
-    Args:
-        x: float32.
-        block_size: number of elements in a block.
-        density: share of the blocks to select. They have the largest l2 norms. None: all blocks
-            with an element other than 0.
-    """
+    """The blocks that this worker selects, see `BlockReducer`; never a block of zeros."""
     check_vector("x", x)  # counts of elements must fit an int32, too
     number = blocks.count(x.size, block_size)
     if density is None or (k := selected_count(x.size, block_size, density)) == number:
@@ -135,15 +115,8 @@ def take(
     """The first `capacity` blocks of a mask, counted from a start that moves with `step`.
 
     The start moves by `capacity` blocks a step and wraps around. So a block that stays in the mask
-    is taken within ceil(blocks / capacity) steps, however many others are in the mask.
-
-    Args:
-        mask: the blocks to take from, bool[blocks].
-        capacity: number of blocks to take, from 1 to all.
-        step: uint32, a count of steps.
-
-    Returns:
-        int32[capacity]: distinct block numbers. Empty slots, behind them, hold `blocks`.
+    is taken within ceil(blocks / capacity) steps, however many others are in the mask. Empty slots,
+    behind the distinct block numbers, hold the number of blocks.
 
     >>> mask = jnp.array([True, True, False, True, True])
     >>> [take(mask, 2, jnp.uint32(step)).tolist() for step in range(3)]
@@ -165,13 +138,8 @@ def agree(
 ) -> AgreedBlocks:
     """The blocks that any worker selected, as many as there is room for.
 
-    Args:
-        selected: bool[blocks], this worker's blocks.
-        capacity: number of blocks that there is room for, from 1 to all.
-        block_size: number of elements in a block. `overflow` counts the last block as whole.
-        step: uint32, a count of steps, equal on all workers. It decides which blocks wait if there
-            is too little room; none waits for ever (see `take`).
-        axis_name: the axis of the workers.
+    `step`, a count of steps that is equal on all workers, decides which blocks wait if there is too
+    little room; none waits for ever (see `take`). `overflow` counts the last block as whole.
     """
     wanted = union(selected, axis_name)
     surplus = jnp.maximum(jnp.sum(wanted, dtype=jnp.int32) - jnp.int32(capacity), 0)
@@ -184,12 +152,7 @@ def contribution(
     indices: Int[Array, " capacity"],
     block_size: int,
 ) -> BlockStream:
-    """The blocks at `indices` that this worker selected. The other slots are zeros.
-
-    Returns:
-        A stream of as many slots, in the same order. Where this worker sends nothing, its index is
-        the number of blocks.
-    """
+    """The blocks at `indices` that this worker selected. Others are zeros, without an index."""
     own = selected.at[indices].get(mode="fill", fill_value=False)
     return blocks.from_dense(x, jnp.where(own, indices, selected.size), block_size)
 
@@ -199,10 +162,7 @@ def block_residual(
 ) -> Float[Array, " d"]:
     """The residual: `x` without its delivered blocks. A sum that overflows counts as not sent.
 
-    Args:
-        x: float32, this worker's whole vector.
-        own: the blocks of `x` that it sent.
-        total: float32, the sums over workers in the same slots.
+    `own` has the blocks of `x` that it sent, and `total` the sums over workers in the same slots.
     """
     left = jnp.where(jnp.isfinite(total), 0, own.values)
     # Subtracting the blocks as a dense vector would take twice as long.

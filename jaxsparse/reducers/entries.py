@@ -18,10 +18,14 @@ from jaxsparse.select.selection import Selection, check_selection
 class EntryReducer(Reducer):
     """A reducer of entries.
 
-    Attributes:
-        density: k, the number of entries, as a share of the elements, in (0, 1].
-        codec: wire format of the messages.
-        selection: the way in which a worker finds the largest entries of its own vector.
+    Args:
+        density: k, the number of entries, as a share of each bucket's elements, in (0, 1], or a
+            warm-up (`jaxsparse.warm_up`).
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual. `codecs.EliasFano()` sends about 11 bits an entry.
+        selection: the way in which a worker finds its entries. "fast" keeps nearly the largest
+            entries, "exact" the largest. "sampled" (DGC's) and "bisection" (MSTopk's) estimate a
+            threshold.
     """
 
     density: Density
@@ -34,7 +38,6 @@ class EntryReducer(Reducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The conservation of the codec."""
         return conservation_of(self.codec)
 
 
@@ -48,14 +51,7 @@ def conservation_of(codec: codecs.Codec) -> Conservation:
 def encode_entries(
     x: Float[Array, " d"], stream: SparseStream, codec: codecs.Codec, state: Any
 ) -> tuple[UInt32[Array, " words"], Kept]:
-    """The message of the entries `stream` of `x`, and what stays; see `Gathered.encode`.
-
-    Args:
-        x: float32, this worker's whole vector.
-        stream: the entries, with distinct indices.
-        codec: wire format of the entries. Where it saves no words, a dense array travels.
-        state: the reducer's new state.
-    """
+    """The message of the entries `stream` of `x`, and what stays; see `Gathered.encode`."""
     message, lost = _format(stream.capacity, x.size, codec).pack_entries(stream)
     return message, keep_entries(x, stream, lost, state)
 

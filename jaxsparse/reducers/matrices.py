@@ -27,7 +27,6 @@ class Matrix(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements of all matrices."""
         return math.prod(self)
 
 
@@ -35,13 +34,14 @@ class Matrix(NamedTuple):
 class MatrixReducer(Reducer):
     """A reducer that sees its vector as the matrices of the leaves, as low-rank methods do.
 
-    Attributes:
+    Args:
         stacked: a regular expression. A leaf of three or more dimensions whose key path contains a
             match is a stack of matrices along its first axis, one for each layer of a scanned
-            model. None: there are no stacks.
-        matrices: the matrices of each leaf of the bucket, in order. Error feedback sets them,
-            because it knows the layout. None: the largest square matrix that the vector has
-            elements for, and one row of the elements that are left.
+            model. By default "layers", "blocks" and names that begin with "scan" or "stack" match,
+            where no number follows. None: there are no stacks.
+        matrices: the matrices of each leaf of the bucket, in order, which error feedback knows.
+            None: the largest square matrix that the vector has elements for, and one row of what is
+            left.
     """
 
     stacked: str | None = dataclasses.field(default=SCANNED, kw_only=True)

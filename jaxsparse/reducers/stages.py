@@ -34,11 +34,8 @@ class Staged(Reducer):
 
     Skipped steps do not count, except with a delay, where they exchange, too. A branch gets a copy
     of the vector, so a step of DGC takes twice the memory with a warm-up: 8.5 d floats instead of
-    4.2.
-
-    Attributes:
-        stages: the reducers. Their states must have equal shapes and dtypes. A stage without state,
-            such as dense, leaves the others' state as it is.
+    4.2. The states of stages must have equal shapes and dtypes. A stage without state, such as
+    dense, leaves the others' state as it is.
     """
 
     stages: Stages[Reducer]
@@ -50,7 +47,6 @@ class Staged(Reducer):
 
     @property
     def system(self) -> str:
-        """The names of all stages' systems."""
         return "-".join(dict.fromkeys(reducer.system for reducer in self.stages.values))
 
     @property
@@ -60,12 +56,10 @@ class Staged(Reducer):
 
     @property
     def alignment(self) -> int:
-        """The least common multiple of all stages' alignments."""
         return math.lcm(*(reducer.alignment for reducer in self.stages.values))
 
     @property
     def needs_zeros(self) -> bool:
-        """Whether any stage needs them."""
         return any(reducer.needs_zeros for reducer in self.stages.values)
 
     @property
@@ -75,16 +69,13 @@ class Staged(Reducer):
 
     @property
     def whole_leaves(self) -> bool:
-        """Whether any stage needs them."""
         return any(reducer.whole_leaves for reducer in self.stages.values)
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Staged":
-        """Each stage's reducer for these leaves."""
         stages = tuple(reducer.with_leaves(leaves) for reducer in self.stages.values)
         return Staged(Stages(stages, self.stages.boundaries))
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """One reducer for each bucket. Each stage's reducer splits its own budget."""
         buckets = zip(*(reducer.split(sizes, dense_size) for reducer in self.stages.values))
         return tuple(Staged(Stages(bucket, self.stages.boundaries)) for bucket in buckets)
 
@@ -103,7 +94,6 @@ class Staged(Reducer):
     def reduce(
         self, x: Float[Array, " d"], state: StagedState, axis_name: str | None
     ) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         masks: list[bool] = []  # whether each stage masks momentum; complete once all are traced
 
         def run(reducer: Reducer, x: Array, inner: Any) -> tuple[Array, Info, Kept]:
@@ -143,15 +133,7 @@ def in_stages(settings: T, make: Callable[[T], Reducer]) -> Reducer:
 
 
 def reducer_of(reducer: Any, place: str = "") -> Reducer:
-    """What a user's reducer stands for: `Staged` if it, or a setting of it, has stages.
-
-    Args:
-        reducer: a reducer, or `Stages` of reducers.
-        place: where it was given, for the error.
-
-    Raises:
-        ValueError: it is neither, or has stages within stages.
-    """
+    """What a user's reducer, or `Stages` of them, stands for. `place` is for errors."""
     given = reducer.values if isinstance(reducer, Stages) else (reducer,)
     for one in given:
         if not isinstance(one, Reducer):

@@ -11,15 +11,16 @@
     slot_max        the largest of each of m random sets, without a threshold
     compact         the positions of a mask's True elements, for your own masks
 
-All have static sizes and work under jit, vmap and shard_map.
+All have static sizes and work under jit, vmap and shard_map. x is a float vector of d elements
+without NaN. float64 is ranked as float32. Seeds are integers below 2**32, and may be traced. A
+stream has distinct int32 indices, and the values of x there, in its dtype. An empty slot has index
+d and value 0.
 """
 
 from jaxsparse.arrays.settings import check_k
-from jaxsparse.select.blocks import block_top_k
 from jaxsparse.select.compaction import compact
-from jaxsparse.select.fast import fast_top_k
+from jaxsparse.select.fast import fast_top_k, slot_max
 from jaxsparse.select.groups import group_top_k
-from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.selection import Bisection, Sampled
 from jaxsparse.select.slots import (
     Extraction,
@@ -28,7 +29,13 @@ from jaxsparse.select.slots import (
     hash_slots,
 )
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
-from jaxsparse.select.top_k import bisection_top_k, sampled_top_k, threshold_top_k, top_k
+from jaxsparse.select.top_k import (
+    bisection_top_k,
+    block_top_k,
+    sampled_top_k,
+    threshold_top_k,
+    top_k,
+)
 
 __all__ = [
     "Bisection",

@@ -33,23 +33,11 @@ def compact(mask: Bool[Array, " n"], capacity: int) -> Int[Array, " capacity"]:
     """Positions of the first `capacity` True elements, in increasing order.
 
     The result is that of `jnp.nonzero(mask, size=capacity, fill_value=mask.size)[0]`, but about
-    thirty times faster on CPU if a hundredth of the mask is True. The work is one pass over the
-    mask, a few over its n / 32 words, and a running sum and seven gathers over the slots.
+    thirty times faster on CPU if a hundredth of the mask is True. Slots without an element hold n,
+    the index of an empty slot. The capacity may exceed n.
 
-    Args:
-        mask: bool[n], n < 2**31.
-        capacity: number of slots, at least 0. It may exceed n.
-
-    Returns:
-        int32[capacity]. Slots without an element hold n, the index of an empty slot.
-
-    Raises:
-        ValueError: mask is not a bool vector, or capacity is not an int of at least 0.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> compact(jnp.array([False, True, True, False]), 3).tolist()
-        [1, 2, 4]
+    >>> compact(jnp.array([False, True, True, False]), 3).tolist()
+    [1, 2, 4]
     """
     check_vector("mask", mask)
     if mask.dtype != jnp.bool_:
@@ -73,7 +61,9 @@ def compact_ranked(
     enough: int | None = None,
     first: Int[Array, ""] | int = 0,
 ) -> Int[Array, " capacity"]:
-    """Positions of the first `capacity` elements of rank 0, then of rank 1, and so on.
+    """Positions of the first `capacity` elements of rank 0, increasing, then those of rank 1, ...
+
+    Slots without an element hold n.
 
     Args:
         x: n elements, n < 2**31.
@@ -84,10 +74,6 @@ def compact_ranked(
         enough: number of elements after which further ranks need not be looked for. A CPU stops
             there. None: the capacity.
         first: number of elements to leave out at the beginning of this order.
-
-    Returns:
-        int32[capacity]: the positions of rank 0, increasing, then those of rank 1, and so on. Slots
-        without an element hold n.
 
     >>> kind = jnp.array([1, 2, 0])
     >>> compact_ranked(kind, lambda kind, rank: kind == rank, 2, 3).tolist()
@@ -126,17 +112,7 @@ def first_of_ranges(
     key: Key = None,
     enough: int | None = None,
 ) -> Int[Array, " capacity"]:
-    """`compact_ranked` with ranges of keys as ranks.
-
-    Rank 0 has the keys from the first bound on, rank 1 those from the next bound to the first, ...
-
-    Args:
-        x: n elements.
-        bounds: lower ends of the ranges, falling.
-        capacity: number of slots.
-        key: key of an element, below 2**31; see `Key`.
-        enough: see `compact_ranked`.
-    """
+    """`compact_ranked` with ranges of keys as ranks, each from its bound to the one before."""
     lower = jnp.stack(bounds)
     length = jnp.concatenate([jnp.uint32([2**31]), lower[:-1]]) - lower
 
@@ -152,13 +128,7 @@ def compact_rows(
 ) -> tuple[Int[Array, "n capacity"], Int[Array, " n"]]:
     """Positions of the first `capacity` True elements of each row, and the number of all of them.
 
-    Args:
-        mask: rows of bools, n * width < 2**31.
-        capacity: number of slots for each row.
-
-    Returns:
-        Positions within a row, int32, increasing; slots without an element hold any number. The
-        number of True elements of each row, int32, which may exceed the capacity.
+    Slots without an element hold any number. The number of True elements may exceed the capacity.
 
     >>> places, counts = compact_rows(jnp.array([[False, True, True], [True, False, False]]), 2)
     >>> places[0].tolist(), counts.tolist()
@@ -286,15 +256,10 @@ def _words(mask: Bool[Array, "*rows width"]) -> UInt32[Array, "*rows width/32"]:
 
 
 def running_sum(x: Int[Array, " n"], *, most: int, total: int) -> Int[Array, " n"]:
-    """The sum of all elements up to and including each one.
+    """The sum of all elements up to and including each one. None is negative or above `most`.
 
     Rows are summed by products with a triangular matrix. CPUs compute these faster, and XLA
-    compiles them sooner, than the passes that XLA makes of `jnp.cumsum`.
-
-    Args:
-        x: elements, int32, none negative.
-        most: upper bound of the elements.
-        total: upper bound of their sum.
+    compiles them sooner, than the passes that XLA makes of `jnp.cumsum`. `total` bounds their sum.
     """
     if x.size == 1 or min(most * _ALONG, total) > _EXACT:
         return jnp.cumsum(x)
@@ -333,7 +298,7 @@ def _blocks_by_marks(
 
     The first slot holds element number `first`. Slots without an element get any block. Each block
     marks the slot where it begins. The number of blocks that have begun up to a slot tells the last
-    of them. It is the right one, because blocks without elements begin where the next one does.
+    of them: blocks without elements begin where the next one does.
     """
     ends = running_sum(counts, most=_BLOCK, total=len(counts) * _BLOCK)
     blocks = len(counts)

@@ -36,29 +36,15 @@ _DIGIT_BITS = 2
 def group_top_k(x: Float[Array, " d"], k: int = 4, group_size: int = 512) -> SparseStream:
     """The k entries of largest magnitude of every `group_size` consecutive elements, exactly.
 
-    Of equal magnitudes the lower index comes first. A last group that is shorter gives
-    min(k, its length) entries, so no slot is empty.
-
-    Args:
-        x: float vector of d elements, without NaN. float64 may be ranked as float32.
-        k: number of entries to keep of a group, 1 <= k <= group_size.
-        group_size: number of elements of a group, at least 1.
-
-    Returns:
-        k (d // group_size) + min(k, d % group_size) entries, group by group: distinct int32
-        indices, and values in x's dtype. Within a group they are in order of falling magnitude if
-        k is at most 16, else of rising indices.
-
-    Raises:
-        ValueError: `x` is not a vector, or k or group_size is no int or out of range.
+    Of equal magnitudes the lower index comes first. A last group that is shorter gives min(k, its
+    length) entries, so no slot is empty. Entries come group by group. Within a group they are in
+    order of falling magnitude if k is at most 16, else of rising indices.
 
     SparCML (Renggli et al., 2019), sections 8.3 and 8.4: 8 or 16 of 512 for small images, 1 of 512
     for wide networks on ImageNet, 2 or 4 of 512 for text and speech.
 
-    Example:
-        >>> import jax.numpy as jnp
-        >>> group_top_k(jnp.array([1.0, -3.0, 2.0, 0.0, 5.0]), 1, 2).indices.tolist()
-        [1, 2, 4]
+    >>> group_top_k(jnp.array([1.0, -3.0, 2.0, 0.0, 5.0]), 1, 2).indices.tolist()
+    [1, 2, 4]
     """
     check_vector("x", x)
     group_size = static_int("group_size", group_size)

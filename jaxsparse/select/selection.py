@@ -14,11 +14,7 @@ from jaxsparse.select.top_k import bisection_top_k, sampled_top_k, threshold_top
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """DGC's: the largest entries that reach a sampled threshold. See `select.sampled_top_k`.
-
-    Attributes:
-        samples: size of the sample. None: enough for the vector's size and k.
-    """
+    """DGC's: `select.sampled_top_k` with so many samples. None: enough for the size and k."""
 
     samples: int | None = None
 
@@ -27,17 +23,12 @@ class Sampled:
             check_samples(self.samples)
 
     def __call__(self, x: Float[Array, " m"], k: int) -> SparseStream:
-        """At most k entries."""
         return sampled_top_k(x, k, samples=self.samples)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bisection:
-    """MSTopk's: a bracket around the k-th largest. See `select.bisection_top_k`.
-
-    Attributes:
-        passes: number of trial thresholds.
-    """
+    """MSTopk's: `select.bisection_top_k` with so many passes."""
 
     passes: int = DEFAULT_PASSES
 
@@ -45,7 +36,6 @@ class Bisection:
         check_passes(self.passes)
 
     def __call__(self, x: Float[Array, " m"], k: int) -> SparseStream:
-        """Exactly k entries."""
         return bisection_top_k(x, k, passes=self.passes)
 
 

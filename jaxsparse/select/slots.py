@@ -1,12 +1,9 @@
 """Extraction into random slots: an element's place in the result is hashed.
 
 DRAGONN (section 3.1) hashes places because a running count of what passes is slow. A GPU does so
-here. A CPU first counts all the same: it compacts what passes and hashes only that, because a write
-that is dropped takes it as long as any other. On both, a compaction alone takes less time today
-(`benchmarks/selection.py`).
-
-Elements that share a slot contend for it, and the losers are left out. With a fresh seed at each
-step, other elements contend, so that none loses for ever.
+here. A CPU first compacts what passes and hashes only that, because a write that is dropped takes
+it as long as any other. Elements that share a slot contend for it, and the losers are left out.
+With a fresh seed at each step, other elements contend, so that none loses for ever.
 """
 
 import functools
@@ -51,38 +48,23 @@ def hash_extract(
     """Entries of magnitude at least `threshold`, each in the slot that its index hashes to.
 
     If entries share a slot, the one of largest index stays: the last to write, if all write in
-    order. If n entries pass, a slot is empty with probability (1 - 1/m)^n. So n = m entries fill
-    63 % of the slots, whatever their magnitudes.
-
-    On a CPU it takes a pass over x with a running count, and a hash and a write for twice as many
-    elements as are expected to pass. If more pass, it takes a hash and a write for all of x, which
-    is several times as long. A GPU always does the latter, for all of x at once.
+    order. If n entries pass, a slot is empty with probability (1 - 1/m)^n. So n = m entries fill 63
+    % of the slots, whatever their magnitudes. DRAGONN (Wang et al., 2022), Alg. 1, section 3.2;
+    share of empty slots: Lemma A.10.
 
     Args:
         x: float vector of d elements. NaN does not pass.
         threshold: least magnitude of an entry, t, a scalar. It is compared in float32, or in
             float64 if `x` is float64. It may be traced.
         slots: number of slots, m, 1 <= m <= d.
-        seed: seed of the hash, an integer below 2**32. It may be traced. It needs to change from
-            step to step, or the same entries lose their slots at each.
-        expected: number of elements that are expected to pass, 1 to d. It changes only the time.
-            None: m.
+        seed: seed of the hash. It needs to change from step to step, or the same entries lose their
+            slots at each.
+        expected: number of elements that are expected to pass, 1 to d. It changes only the time: if
+            more than twice as many pass, a CPU takes several times as long. None: m.
 
-    Returns:
-        m entries in the order of slots: distinct int32 indices, and the values of `x` there, in
-        its dtype. Empty slots have index d and value 0.
-
-    Raises:
-        ValueError: `x` is not a vector, threshold is not a scalar, slots or expected is out of
-            range, or seed is not an integer scalar.
-
-    DRAGONN (Wang et al., 2022), Alg. 1, section 3.2; share of empty slots: Lemma A.10.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> stream = hash_extract(jnp.array([1.0, -5.0, 3.0]), 4, 2)
-        >>> sorted(stream.indices.tolist())
-        [1, 3]
+    >>> stream = hash_extract(jnp.array([1.0, -5.0, 3.0]), 4, 2)
+    >>> sorted(stream.indices.tolist())
+    [1, 3]
     """
     return counted_hash_extract(x, threshold, slots, seed=seed, expected=expected).stream
 
@@ -95,26 +77,10 @@ def counted_hash_extract(
     seed: Integer[Array, ""] | int = 0,
     expected: int | None = None,
 ) -> Extraction:
-    """`hash_extract`, and the number of elements that passed. A separate count takes longer.
+    """`hash_extract`, and the number of elements that passed, with those that lost their slots.
 
-    Args:
-        x: see `hash_extract`.
-        threshold: see `hash_extract`.
-        slots: see `hash_extract`.
-        seed: see `hash_extract`.
-        expected: see `hash_extract`.
-
-    Returns:
-        The stream, and the number n of elements that passed, int32. The difference of n and the
-        number of the stream's entries is the number of elements that lost their slots.
-
-    Raises:
-        ValueError: see `hash_extract`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> counted_hash_extract(jnp.array([1.0, -5.0, 4.0]), 4, 1).passed.item()
-        2
+    >>> counted_hash_extract(jnp.array([1.0, -5.0, 4.0]), 4, 1).passed.item()
+    2
     """
     check_vector("x", x)
     slots = check_slots(slots, x.size)
@@ -133,19 +99,7 @@ def counted_hash_extract(
 def hash_slots(
     indices: Integer[Array, " n"], slots: int, seed: Integer[Array, ""] | int = 0
 ) -> Int[Array, " n"]:
-    """The slot h(i) that `hash_extract` writes element i into, for each index i.
-
-    Args:
-        indices: indices of elements, integers.
-        slots: number of slots, m, at least 1.
-        seed: seed of the hash, an integer below 2**32. It may be traced.
-
-    Returns:
-        Slots, int32, each below m, and uniform to m / 2**32.
-
-    >>> sorted(set(hash_slots(jnp.arange(50), 3).tolist()))
-    [0, 1, 2]
-    """
+    """The slot h(i) below `slots` that `hash_extract` writes element i into, for each index i."""
     return bounded(keyed(as_uint32(indices), combine(check_seed(seed))), slots).astype(jnp.int32)
 
 
@@ -170,10 +124,7 @@ def _extract(
     like: tuple[Array, ...],
     room: int,
 ) -> Extraction:
-    """`counted_hash_extract` with any hash, `slot_of`. For `like` see `zeros`.
-
-    A CPU compacts `room` elements at most before it hashes them.
-    """
+    """`counted_hash_extract` with any hash, `slot_of`. A CPU hashes `room` elements at most."""
 
     def write(held: Array, indices: Array, chosen: Array) -> Array:
         slot = jnp.where(chosen, slot_of(indices), slots)

@@ -50,32 +50,19 @@ def sampled_threshold(
     samples: int | None = None,
     seed: Integer[Array, ""] | int = 0,
 ) -> Float[Array, ""]:
-    """A magnitude that about k elements reach, from a random sample of `x`.
+    """A magnitude that about k elements reach, from a random sample of `x`; 0 if k = d.
 
     It is the r-th largest of a sample of n, with r = k n / d (Deep Gradient Compression, Lin et
     al., ICLR 2018, section 3.1, "hierarchical" selection). One element is drawn at random from each
     of n runs of equal length, so that none is drawn twice. The number of elements that reach the
     threshold has a standard deviation of at most about k / sqrt(r).
 
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: number of elements that should reach the threshold, 1 <= k <= d.
-        samples: size of the sample. Up to twice as many are taken, so that runs have equal lengths.
-            If that is all of `x`, the threshold is exactly the k-th largest magnitude. None:
-            d / 1000, but at least 16,384 and enough for r = 64.
-        seed: seed of the places, an integer below 2**32. It may be traced.
+    Up to twice as many `samples` are taken, so that runs have equal lengths. If that is all of `x`,
+    the threshold is exactly the k-th largest magnitude. None: d / 1000 samples, but at least 16,384
+    and enough for r = 64.
 
-    Returns:
-        The threshold, float32. It is 0 if k = d.
-
-    Raises:
-        ValueError: `x` is not a vector, k or samples is no int or out of range, or seed is not an
-            integer scalar.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> sampled_threshold(jnp.array([1.0, -3.0, 2.0]), 2).item()
-        2.0
+    >>> sampled_threshold(jnp.array([1.0, -3.0, 2.0]), 2).item()
+    2.0
     """
     check_vector("x", x)
     k = check_k(k, x.size)
@@ -124,24 +111,12 @@ def bisection_threshold(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_
     passes. Here the first trial is the mean magnitude. Further trials halve the range of the
     floats' bits, and so halve approximately the logarithm of upper / lower.
 
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: rank of the magnitude that is bracketed, 1 <= k <= d.
-        passes: number of trials, at least 0. Each is a pass over `x`, and so are the mean and the
-            maximum before them. From 32 on, `lower` is the k-th largest magnitude, in 31 passes (8
-            on a GPU), and `upper` is the next float.
+    Each of the `passes` over x is a trial; two more find mean and maximum. From 32 on, `lower` is
+    the k-th largest magnitude, in 31 passes (8 on a GPU), and `upper` is the next float.
 
-    Returns:
-        `lower`, which at least k elements reach, and `upper`, which fewer do.
-
-    Raises:
-        ValueError: `x` is not a vector, or k or passes is no int or out of range.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> bracket = bisection_threshold(jnp.array([1.0, -3.0, 2.0, 0.0]), 1, passes=3)
-        >>> bool(2 < bracket.lower <= 3 < bracket.upper)
-        True
+    >>> bracket = bisection_threshold(jnp.array([1.0, -3.0, 2.0, 0.0]), 1, passes=3)
+    >>> bool(2 < bracket.lower <= 3 < bracket.upper)
+    True
     """
     check_vector("x", x)
     k = check_k(k, x.size)

@@ -1,4 +1,4 @@
-"""The k largest elements, by a sort or, in no order, by a threshold.
+"""The k largest elements or blocks, by a sort or, in no order, by a threshold.
 
 Exact top-k takes two thresholds. One from a sample lets about 7/5 k candidates pass. The other is
 exact, and is found bit by bit among these. A count tells when the sample was off.
@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
+from jaxsparse.arrays import blocks
+from jaxsparse.arrays.blocks import BlockStream
+from jaxsparse.arrays.magnitude import norms
 from jaxsparse.arrays.platforms import magnitude_bits, to_bits, zeros
 from jaxsparse.arrays.settings import check_k, check_seed, check_vector
 from jaxsparse.arrays.stream import SparseStream, from_dense
@@ -24,7 +27,7 @@ from jaxsparse.select.thresholds import (
     sampled_threshold,
 )
 
-__all__ = ["bisection_top_k", "sampled_top_k", "threshold_top_k", "top_k"]
+__all__ = ["bisection_top_k", "block_top_k", "sampled_top_k", "threshold_top_k", "top_k"]
 
 # Largest number of elements to sort. Sorting them takes less time than compiling anything else.
 _SORTED = 2**14
@@ -35,20 +38,8 @@ def top_k(x: Float[Array, " d"], k: int) -> SparseStream:
 
     Of equal magnitudes the lower index comes first. On CPU it sorts the whole vector.
 
-    Args:
-        x: float vector of d elements.
-        k: number of entries to keep, 1 <= k <= d.
-
-    Returns:
-        Distinct int32 indices and the values of `x` there, in its dtype.
-
-    Raises:
-        ValueError: `x` is not a vector, or k is out of range.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
-        [1, 2]
+    >>> top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
+    [1, 2]
     """
     check_vector("x", x)
     return _top_k(x, check_k(k, x.size))
@@ -60,6 +51,30 @@ def _top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     return SparseStream(indices, x[indices])
 
 
+def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
+    """The k blocks of largest l2 norm, exactly, in order of falling norm.
+
+    Of equal norms the lower block comes first. The last block may be shorter than `block_size`.
+    Only the norms are sorted: d / block_size numbers. S2 Reducer (Ge et al., 2021), section 2.2.
+
+    >>> block_top_k(jnp.float32([3, 3, 0, 4, 0, 0, -5]), 2, 2).indices.tolist()
+    [3, 0]
+    """
+    check_vector("x", x)
+    block_size = blocks.check_block_size(block_size)
+    count = blocks.count(x.size, block_size)
+    limit = f"{count}, the number of blocks of {block_size} in {x.size} elements"
+    return _block_top_k(x, check_k(k, count, limit), block_size)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "block_size"))
+def _block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
+    rows = blocks.rows(x.astype(jnp.float32), block_size)
+    # Root mean squares have the order of norms, and do not overflow.
+    _, indices = jax.lax.top_k(norms(rows, reduce=jnp.mean), k)
+    return blocks.from_dense(x, indices, block_size)
+
+
 def sampled_top_k(
     x: Float[Array, " d"],
     k: int,
@@ -67,30 +82,17 @@ def sampled_top_k(
     samples: int | None = None,
     seed: Integer[Array, ""] | int = 0,
 ) -> SparseStream:
-    """At most k entries of large magnitude, by a sampled threshold (DGC's selection).
+    """At most k entries of large magnitude, in no order, by a sampled threshold (DGC's selection).
 
     About 5/4 k elements reach the threshold. With the default sample, at least k nearly always do.
-    The k largest of these are kept (the "hierarchical" step). There is room for 2 k of them. It
-    goes first to those above the threshold, and then to those at it.
+    The k largest of these are kept (the "hierarchical" step), but never a zero. There is room for 2
+    k of them. It goes first to those above the threshold, and then to those at it.
 
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: number of slots, 1 <= k <= d.
-        samples: see `sampled_threshold`. If that is all of `x`, the result is the k largest. Of
-            equal magnitudes, the lower indices are kept.
-        seed: see `sampled_threshold`.
+    If the `samples` of `sampled_threshold` are all of `x`, the result is the k largest. Of equal
+    magnitudes, the lower indices are kept.
 
-    Returns:
-        Distinct int32 indices, in no order, and the values of `x` there, in its dtype. Zeros are
-        never selected. Slots without an entry have index d and value 0.
-
-    Raises:
-        ValueError: see `sampled_threshold`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> sampled_top_k(jnp.array([1.0, -3.0, 0.0]), 3).indices.tolist()
-        [0, 1, 3]
+    >>> sampled_top_k(jnp.array([1.0, -3.0, 0.0]), 3).indices.tolist()
+    [0, 1, 3]
     """
     check_vector("x", x)
     k = check_k(k, x.size)
@@ -102,35 +104,19 @@ def sampled_top_k(
 def threshold_top_k(
     x: Float[Array, " d"], k: int, *, seed: Integer[Array, ""] | int = 0
 ) -> SparseStream:
-    """The k entries of largest magnitude, exactly, without sorting the vector.
+    """The k entries of largest magnitude, exactly and in no order, without sorting the vector.
+
+    Zeros are never selected. Of equal magnitudes, the lower indices are kept. The seed has no
+    influence on the result.
 
     A sampled threshold picks somewhat more than k candidates, and bisection finds the k-th largest
     of these. A count tells if the sample was off: fewer than k candidates, or more than 2 k. With
     random data that is about 1 in 100 samples. The whole vector is then bisected, which is four
     times the work. Under `vmap` all vectors are bisected whether or not their samples were off.
+    Vectors of up to 16,384 elements are sorted, and those of up to 4 k bisected at once.
 
-    Vectors of up to 16,384 elements are sorted. If k is a quarter of the elements or more, the
-    whole vector is bisected at once.
-
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: number of slots, 1 <= k <= d.
-        seed: seed of the sample, an integer below 2**32. It may be traced, and has no influence on
-            the result.
-
-    Returns:
-        Distinct int32 indices, in no order, and the values of `x` there, in its dtype. Of equal
-        magnitudes, the lower indices are kept. Zeros are never selected. Slots without an entry
-        have index d and value 0.
-
-    Raises:
-        ValueError: `x` is not a vector, k is no int or out of range, or seed is not an integer
-            scalar.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> sorted(threshold_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist())
-        [1, 2]
+    >>> sorted(threshold_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist())
+    [1, 2]
     """
     check_vector("x", x)
     k, seed = check_k(k, x.size), check_seed(seed)
@@ -171,13 +157,8 @@ def sampled_else_exact(
 ) -> Int[Array, " room"]:
     """Indices found with a sampled threshold or, if they do not serve, with the k-th magnitude.
 
-    Args:
-        x: vector of d elements.
-        k: rank of the exact threshold.
-        sampled: magnitude that is tried first.
-        room: number of indices.
-        find: function of a threshold's bits (uint32) and of whether it is exact. It returns int32
-            indices, and whether they serve. It is compiled once for both thresholds.
+    `find` takes a threshold's bits (uint32) and whether it is exact. It returns `room` indices, and
+    whether they serve. It is compiled once for both thresholds.
     """
 
     def search(last: _Search) -> _Search:
@@ -225,24 +206,11 @@ def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASS
 
     It keeps all entries that reach the upper end of `bisection_threshold`. The remaining slots go
     to entries that reach only the lower end, lowest indices first. Entries that are left out are
-    larger than these by a factor of at most upper / lower.
+    larger than these by a factor of at most upper / lower. With 32 `passes` or more, the result is
+    exactly the k largest, of equal ones the lower indices. No slot is empty.
 
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: number of entries to keep, 1 <= k <= d.
-        passes: see `bisection_threshold`. From 32 on, the result is exactly the k largest. Of equal
-            magnitudes, the lower indices are kept.
-
-    Returns:
-        Exactly k distinct int32 indices, and the values of `x` there, in its dtype.
-
-    Raises:
-        ValueError: see `bisection_threshold`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> bisection_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
-        [1, 2]
+    >>> bisection_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
+    [1, 2]
     """
     check_vector("x", x)
     k = check_k(k, x.size)

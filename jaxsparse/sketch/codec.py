@@ -1,10 +1,7 @@
-"""Linear maps between a vector and its count sketch: encode, merge, decode, l2 norm.
+"""Linear maps between a vector, or its blocks, and its count sketch: encode, merge, decode.
 
-Encoding adds tiles at random places instead of scattering elements, so that memory is read in
-runs. Elements of one tile never collide. Elements of two tiles collide with probability 1 / cols,
-or never (see `tiles`). The size of a tile depends on the spec alone, because `decode_at` does not
-know the vector's size. Signs are per element, because signs per tile would bias the l2 norm of
-constant data.
+The size of a tile depends on the spec alone, because `decode_at` does not know the vector's size.
+Signs are per element, because signs per tile would bias the l2 norm of constant data.
 """
 
 import functools
@@ -12,8 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Integer, UInt32
+from jaxtyping import Float, Int, Integer, UInt32
 
+from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.arrays.magnitude import scaled
 from jaxsparse.arrays.platforms import by_platform, over_tiles, zeros
 from jaxsparse.arrays.settings import check_seed, check_size
@@ -36,23 +34,13 @@ def encode(
 ) -> Float[Array, "rows cols"]:
     """Sketches a vector, linearly: sketches of x and y sum to the sketch of x + y, to rounding.
 
+    x has 1 <= d < 2**31 elements of float32, bfloat16 or float16. Sums are float32. The seed is
+    traced, so that fresh hashes each step need no new trace. Sketched-SGD (Ivkin et al., 2019),
+    section 3 and appendix C.
+
     On a GPU each column is a sum in one order, without atomic additions. With a `tile_size` of
     one's own sums are taken in any order, so the last bits may differ from run to run (unless
     `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which takes longer).
-
-    Args:
-        x: vector of d elements, 1 <= d < 2**31, in float32, bfloat16 or float16. Sums are float32.
-        spec: rows, cols, tile size and default seed of the sketch.
-        seed: seed of the hashes. It is traced, so that fresh hashes each step need no new trace.
-            None: spec.seed.
-
-    Returns:
-        The sketch, float32[rows, cols].
-
-    Raises:
-        ValueError: x is not such a vector, or seed is not an integer scalar.
-
-    Sketched-SGD (Ivkin et al., 2019), section 3 and appendix C.
 
     >>> encode(jnp.ones(100), SketchSpec(rows=5, cols=20)).shape
     (5, 20)
@@ -98,15 +86,6 @@ def _encode_at_once(
 def merge(*tables: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
     """The sketch of a sum of vectors, from their sketches with one spec and seed.
 
-    Args:
-        *tables: one or more sketches, float32[rows, cols].
-
-    Returns:
-        The sum of the sketches, float32[rows, cols].
-
-    Raises:
-        ValueError: there are none, or their shapes differ.
-
     >>> spec = SketchSpec(rows=3, cols=8)
     >>> merge(encode(jnp.ones(5), spec), encode(-jnp.ones(5), spec)).sum().item()
     0.0
@@ -122,23 +101,9 @@ def merge(*tables: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
 def decode(
     table: Float[Array, "rows cols"], spec: SketchSpec, size: int, *, seed: Seed = None
 ) -> Float[Array, " size"]:
-    """Estimates all coordinates: the median over rows of sign times column.
+    """Estimates all coordinates of a vector of `size` elements: the median over rows.
 
-    With an even number of rows it is the average of the two middle ones.
-
-    Args:
-        table: sketch, float32[rows, cols], from `encode` or a sum of such sketches.
-        spec: spec that it was encoded with.
-        size: number of elements of the vector that was encoded, d.
-        seed: seed that it was encoded with. None: spec.seed.
-
-    Returns:
-        The estimates, float32[size].
-
-    Raises:
-        ValueError: table does not match spec, or size or seed is out of range.
-
-    Sketched-SGD, appendix C.
+    With an even number of rows it is the average of the two middle ones. Sketched-SGD, appendix C.
 
     >>> spec = SketchSpec(rows=3, cols=8)
     >>> decode(encode(jnp.array([0.0, 7.0]), spec), spec, 2)[1].item()
@@ -189,19 +154,8 @@ def decode_at(
 ) -> Float[Array, " n"]:
     """Estimates some coordinates, bitwise as `decode(...)[indices]` does.
 
-    Args:
-        table: sketch, float32[rows, cols].
-        spec: spec that it was encoded with.
-        indices: coordinates, int32[n]. The vector counts as followed by zeros, so an index past its
-            end gives an unbiased estimate of 0. A negative one is taken modulo 2**32.
-        seed: seed that it was encoded with. None: spec.seed.
-
-    Returns:
-        The estimates, float32[n].
-
-    Raises:
-        ValueError: table does not match spec, indices are not a vector of integers, or seed is
-            not an integer scalar.
+    The vector counts as followed by zeros, so an index past its end gives an unbiased estimate of
+    0. A negative one is taken modulo 2**32.
 
     >>> spec = SketchSpec(rows=3, cols=8)
     >>> decode_at(encode(jnp.array([0.0, 7.0]), spec), spec, jnp.array([1])).tolist()
@@ -218,10 +172,7 @@ def _decode_at(
     seed: UInt32[Array, ""],
 ) -> Float[Array, " n"]:
     table = check_table(table, spec)
-    if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise ValueError(
-            f"indices have shape {indices.shape} and dtype {indices.dtype}: pass int32[n]"
-        )
+    _check_indices(indices)
     index = indices.astype(jnp.uint32)
     tile, within = index // jnp.uint32(spec.tile), index % jnp.uint32(spec.tile)
     return estimates_at(table, spec, seed, tile, within)
@@ -231,16 +182,7 @@ def _decode_at(
 def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
     """Estimates the l2 norm of the vector: the median of the norms of the rows.
 
-    Args:
-        table: sketch, float32[rows, cols].
-
-    Returns:
-        The norm, float32[], with a relative error of O(1 / sqrt(cols)).
-
-    Raises:
-        ValueError: table is not two-dimensional.
-
-    HEAVYMIX, line 1 (Sketched-SGD, Alg. 1).
+    The relative error is O(1 / sqrt(cols)). HEAVYMIX, line 1 (Sketched-SGD, Alg. 1).
 
     >>> l2_norm(encode(jnp.array([0.0, -7.0]), SketchSpec(rows=3, cols=8))).item()
     7.0
@@ -249,6 +191,149 @@ def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
         raise ValueError(f"table has shape {table.shape}: pass the [rows, cols] of encode")
     shares, scale = scaled(table, axis=None)
     return scale * median(list(jnp.sqrt(jnp.sum(jnp.square(shares), axis=1))))
+
+
+def encode_blocks(
+    stream: BlockStream, spec: SketchSpec, *, seed: Seed = None
+) -> Float[Array, "rows cols"]:
+    """Sketches a block-sparse vector: to rounding, `encode` of the dense vector it stands for.
+
+    A block is a tile of the sketch: spec.tile_size is the stream's block_size. Slots of zeros add
+    nothing. S2 Reducer (Ge et al., 2021), Alg. 1, lines 3-7.
+
+    On a GPU sums are taken in any order, by atomic additions: see `encode`. That concerns a
+    worker's own sketch alone. Replicas decode one sum of all sketches, and so stay equal.
+
+    >>> stream = BlockStream(jnp.array([7]), jnp.ones((1, 4)))
+    >>> encode_blocks(stream, SketchSpec(rows=1, cols=8, tile_size=4)).shape
+    (1, 8)
+    """
+    return _encode_blocks(stream, spec, check_seed(spec.seed if seed is None else seed))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _encode_blocks(
+    stream: BlockStream, spec: SketchSpec, seed: UInt32[Array, ""]
+) -> Float[Array, "rows cols"]:
+    _check_blocks(stream, spec)
+    return by_platform(
+        stream.values,
+        stream.indices,
+        seed,
+        default=functools.partial(_encode_blocks_in_turn, spec=spec),
+        gpu=lambda values, blocks, seed: add_all(values, blocks, spec, seed),
+    )
+
+
+def _encode_blocks_in_turn(
+    values: Float[Array, "k block_size"],
+    indices: Int[Array, " k"],
+    seed: UInt32[Array, ""],
+    *,
+    spec: SketchSpec,
+) -> Float[Array, "rows cols"]:
+    def add(slot: Int[Array, ""], table: Array) -> Array:
+        block = lax.dynamic_index_in_dim(indices, slot, keepdims=False)
+        return add_one(
+            table, lax.dynamic_index_in_dim(values, slot, keepdims=False), block, spec, seed
+        )
+
+    table = empty(spec, (values, indices, seed))
+    return wrapped(lax.fori_loop(jnp.int32(0), jnp.int32(indices.size), add, table), spec)
+
+
+def decode_blocks(
+    table: Float[Array, "rows cols"],
+    spec: SketchSpec,
+    indices: Int[Array, " n"],
+    *,
+    count: int | None = None,
+    seed: Seed = None,
+) -> BlockStream:
+    """Estimates some blocks, bitwise as `decode` does. S2 Reducer, Alg. 1, lines 10-15.
+
+    Indices from `count` on, the number of blocks, mark empty slots, which get zeros. With None no
+    slots are empty.
+
+    >>> stream = BlockStream(jnp.array([7]), jnp.ones((1, 4)))
+    >>> spec = SketchSpec(rows=1, cols=8, tile_size=4)
+    >>> decode_blocks(encode_blocks(stream, spec), spec, jnp.array([7])).values.tolist()
+    [[1.0, 1.0, 1.0, 1.0]]
+    """
+    return _decode_blocks(
+        table, spec, indices, count, check_seed(spec.seed if seed is None else seed)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "count"))
+def _decode_blocks(
+    table: Float[Array, "rows cols"],
+    spec: SketchSpec,
+    indices: Int[Array, " n"],
+    count: int | None,
+    seed: UInt32[Array, ""],
+) -> BlockStream:
+    table = check_table(table, spec)
+    _check_indices(indices)
+    values = by_platform(
+        table,
+        indices,
+        seed,
+        default=functools.partial(_decode_blocks_in_turn, spec=spec, count=count),
+        gpu=functools.partial(_decode_blocks_at_once, spec=spec, count=count),
+    )
+    return BlockStream(indices, values)
+
+
+def _decode_blocks_in_turn(
+    table: Float[Array, "rows cols"],
+    indices: Int[Array, " n"],
+    seed: UInt32[Array, ""],
+    *,
+    spec: SketchSpec,
+    count: int | None,
+) -> Float[Array, "n block_size"]:
+    estimates = tile_estimates(table, spec, seed)
+
+    def put(slot: Int[Array, ""], out: Array) -> Array:
+        block = lax.dynamic_index_in_dim(indices, slot, keepdims=False)
+        values = estimates(block, spec.tile)
+        if count is not None:
+            values = jnp.where(block < count, values, 0)
+        return lax.dynamic_update_slice(out, values[None], (slot, jnp.int32(0)))
+
+    values = zeros((indices.size, spec.tile), jnp.float32, (table, indices, seed))
+    return lax.fori_loop(jnp.int32(0), jnp.int32(indices.size), put, values)
+
+
+def _decode_blocks_at_once(
+    table: Float[Array, "rows cols"],
+    indices: Int[Array, " n"],
+    seed: UInt32[Array, ""],
+    *,
+    spec: SketchSpec,
+    count: int | None,
+) -> Float[Array, "n block_size"]:
+    blocks = indices[:, None]
+    values = estimates_at(table, spec, seed, blocks, lax.iota(jnp.int32, spec.tile)[None])
+    return values if count is None else jnp.where(blocks < count, values, 0)
+
+
+def _check_blocks(stream: BlockStream, spec: SketchSpec) -> None:
+    shape, dtype = stream.values.shape, stream.values.dtype
+    if len(shape) != 2 or shape[1] != spec.tile:
+        raise ValueError(
+            f"stream.values has shape {shape}, but a block must be a tile of spec, of {spec.tile} "
+            "elements: give SketchSpec tile_size=block_size"
+        )
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
+        raise ValueError(f"stream.values has dtype {dtype}: pass .astype(jnp.float32)")
+    indices = stream.indices
+    if indices.shape != shape[:1] or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(
+            f"stream.indices has shape {indices.shape} and dtype {indices.dtype}: pass "
+            f"int32[{shape[0]}], one for each block"
+        )
 
 
 def check_table(table: Array, spec: SketchSpec) -> Float[Array, "rows cols"]:
@@ -261,3 +346,10 @@ def check_table(table: Array, spec: SketchSpec) -> Float[Array, "rows cols"]:
     if table.dtype != jnp.float32:
         raise ValueError(f"table has dtype {table.dtype}: pass table.astype(jnp.float32)")
     return table
+
+
+def _check_indices(indices: Array) -> None:
+    if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(
+            f"indices have shape {indices.shape} and dtype {indices.dtype}: pass int32[n]"
+        )

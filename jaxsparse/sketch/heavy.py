@@ -1,9 +1,6 @@
 """Heavy hitters of a sketched vector, found without decoding all of it into memory.
 
-Estimates are neither stored nor sorted. Decoded tiles are folded into slots by an unsigned maximum
-of magnitude and place. There are at least 8 k slots, or one for each element. A threshold, found
-without a sort, then picks k slots, and `select.compaction` finds their positions. Each tile begins
-at a random slot, so that rows and columns of a weight matrix don't fall onto each other.
+Estimates are neither stored nor sorted: `streaming_top_k` folds decoded tiles into slots.
 """
 
 import functools
@@ -38,32 +35,12 @@ def heavy_hitters(
     key: Key[Array, ""] | None = None,
     seed: Seed = None,
 ) -> tuple[Int[Array, " k"], Float[Array, " k"]]:
-    """Finds k distinct coordinates with large estimates: the same ones from the same table.
+    """Finds k distinct coordinates with large estimates, in no order, and `decode_at` of them.
 
-    "top_k" takes nearly the k largest magnitudes (Alg. 3's selection). Estimates pass through
-    slots, and each slot keeps its largest one. So a large coordinate can lose its place to a larger
-    one in its slot. About 6 % of the k do, on average over seeds, however they are arranged; the
-    next largest take their places. Magnitudes within 2**-15 of each other rank as equal. Where
-    16 k > size the result is exact. "heavymix" (Alg. 1) keeps the heavy ones among these k, those
-    with |estimate| >= l2 / sqrt(k), and draws the others uniformly from all that are not heavy.
-
-    Args:
-        table: sketch, float32[rows, cols].
-        spec: spec that it was encoded with.
-        size: number of elements of the vector that was encoded, d.
-        k: number of coordinates, 1 <= k <= size.
-        rule: "top_k" or "heavymix".
-        key: JAX random key, the same on all workers. "heavymix" needs it.
-        seed: seed that the table was encoded with. None: spec.seed.
-
-    Returns:
-        indices: int32[k], distinct, each below size, in no particular order.
-        estimates: float32[k], `decode_at` of these indices.
-
-    Raises:
-        ValueError: table does not match spec, size, k, rule or seed is out of range, or key is
-            missing.
-
+    "top_k" takes nearly the k largest magnitudes (Alg. 3's selection): see `fast_top_k`, which
+    passes values through slots likewise. Where 16 k > size the result is exact. "heavymix" (Alg. 1)
+    keeps the heavy ones among these k, those with |estimate| >= l2 / sqrt(k), and draws the others
+    uniformly from all that are not heavy. It needs a random key, the same on all workers.
     Sketched-SGD, Alg. 1 (HEAVYMIX) and section 4.
 
     >>> from jaxsparse.sketch import encode
@@ -119,21 +96,11 @@ def mix_in_random(
     *,
     key: Key[Array, ""],
 ) -> Int[Array, " k"]:
-    """Keeps the heavy ones of k indices and replaces the others by random non-heavy ones.
+    """Keeps the heavy ones of k distinct indices and replaces the others by random non-heavy ones.
 
     New indices are drawn from the first 2 k of a pseudorandom permutation of all indices. Only if
     `indices` lacks more than k heavy ones can these 2 k hold too few that are not heavy. Then heavy
     ones take the places left.
-
-    Args:
-        indices: k distinct indices, each below `size`.
-        heavy: mask of the indices to keep.
-        size: number of elements, d.
-        is_heavy: function that tells whether elements are heavy.
-        key: random key of the permutation.
-
-    Returns:
-        int32, distinct, each below `size`.
     """
     k = indices.shape[0]
     drawn = permute(jnp.arange(min(2 * k, size), dtype=jnp.int32), size, key)

@@ -7,9 +7,6 @@ columns, and with a tile size of one's own, a group is one tile.
 
 A column has at most one element of a group. So a GPU, whose additions to memory would be atomic,
 sums the elements of all groups in a column, in a fixed order.
-
-Some functions add tiles of a vector to a sketch, one after the other or all at once. Others
-estimate single elements from a sketch, tile by tile or anywhere.
 """
 
 import dataclasses
@@ -68,12 +65,9 @@ class SketchSpec:
         tile_size: number of consecutive elements that stay together in each row, at most `cols`.
             They never collide with each other. `encode_blocks` needs it to be the size of a block.
             If one run of heavy elements fills the columns, every other element collides with it in
-            all rows, so with few columns runs are found more often with small tiles.
-            None: cols up to 2**14, and a power of two from 2**12 to 2**14 beyond, which is fast,
-            and summed in one order on a GPU: see `encode`.
-
-    Raises:
-        ValueError: a value is out of range.
+            all rows, so with few columns runs are found more often with small tiles. None: cols up
+            to 2**14, and a power of two from 2**12 to 2**14 beyond, which is fast, and summed in
+            one order on a GPU: see `encode`.
 
     >>> SketchSpec(rows=5, cols=1000)
     SketchSpec(rows=5, cols=1000, seed=0, tile_size=None)
@@ -112,7 +106,6 @@ class SketchSpec:
 
     @property
     def group(self) -> int:
-        """Number of tiles of a group."""
         return 1 if self.tile_size is not None else self.cols // self.tile
 
 
@@ -162,15 +155,9 @@ def _places(
 ) -> tuple[list[Int[Array, "*tiles"]], list[UInt32[Array, "..."]]]:
     """The columns where each row holds the tiles, and whether it flips the signs of elements.
 
-    Args:
-        spec: rows, cols and tile of the sketch.
-        seed: seed of all hashes.
-        tile: numbers of tiles.
-        within: places of elements in their tiles. Its shape broadcasts with that of `tile`.
-
-    Returns:
-        Two lists with an item for each row: the column of each tile's first element, and words
-        whose highest bit is set where an element's sign is flipped.
+    Both lists have an item for each row: the column of each tile's first element, and words whose
+    highest bit is set where an element's sign is flipped. The shape of `within`, places of elements
+    in their tiles, broadcasts with that of `tile`.
     """
     size = np.uint32(spec.tile)
     if tile.shape == within.shape:  # XLA's CPU backend would store columns of all rows at once
@@ -196,12 +183,7 @@ def _flip(x: Float[Array, "..."], word: UInt32[Array, "..."]) -> Float[Array, ".
 
 
 def empty(spec: SketchSpec, like: tuple[Array, ...]) -> Float[Array, "rows cols+tile"]:
-    """A table of zeros with `tile` further columns, into which tiles near a row's end run on.
-
-    Args:
-        spec: rows, cols and tile of the sketch.
-        like: arrays that will be added, for the replication type.
-    """
+    """A table of zeros with `tile` further columns, into which tiles near a row's end run on."""
     return zeros((spec.rows, spec.cols + spec.tile), jnp.float32, like)
 
 
@@ -267,11 +249,10 @@ def gathered(
     """The sketch of a vector, each column a sum of one element of each group.
 
     To rounding, it is what `add_one` makes of one tile after the other. It scatters nothing, so
-    each run sums in the same order. Each row reads the vector once.
-
-    A turn of the loop adds some groups to a column at once, so that it reads and writes the table
-    seldom. XLA makes one kernel of that, and stores what it would gather for one large sum. Small
-    tables are summed in parts, so that a turn has enough to do.
+    each run sums in the same order. A turn of the loop adds some groups to a column at once, so
+    that it reads and writes the table seldom. XLA makes one kernel of that, and stores what it
+    would gather for one large sum. Small tables are summed in parts, so that a turn has enough to
+    do.
     """
     size, count = spec.tile, spec.group
     groups = -(-x.size // (size * count))
@@ -342,15 +323,7 @@ def estimates_at(
     tile: Integer[Array, "..."],
     within: Integer[Array, "..."],
 ) -> Float[Array, "..."]:
-    """Decodes elements anywhere, bitwise as `tile_estimates` does.
-
-    Args:
-        table: sketch.
-        spec: rows, cols and tile of the sketch.
-        seed: seed of all hashes.
-        tile: numbers of tiles.
-        within: places of elements in their tiles. Its shape broadcasts with that of `tile`.
-    """
+    """Decodes elements anywhere, bitwise as `tile_estimates` does. For `within` see `_places`."""
     columns, words = _places(spec, seed, tile, within)
     rows = []
     for row, (start, word) in enumerate(zip(columns, words)):

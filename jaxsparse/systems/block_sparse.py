@@ -42,32 +42,17 @@ class OmniReduce(BlockReducer):
 
     A step finds a union of bit masks, with 2 (W - 1)/W words for every 32 blocks, and psums the
     union's slots: a payload of 4 union_density d bytes, or 4 min(1, W density) d if that is less.
-    The slots are static, and empty ones are sent, too. Blocks without a slot wait in the residual,
-    for ceil(1 / union_density) steps at most, and the state's `info.overflow` counts their
-    elements. If the slots would hold all d elements, the vector is summed densely. `omni_reduce` is
-    better than `sparse_all_gather` if supports overlap or there are many workers.
+    The slots are static, and empty ones are sent, too. Blocks without a slot take turns and wait in
+    the residual, for ceil(1 / union_density) steps at most, and the state's `info.overflow` counts
+    their elements. If the slots would hold all d elements, the vector is summed densely.
+    `omni_reduce` is better than `sparse_all_gather` if supports overlap or there are many workers.
 
-    With a `density`, Momentum is masked where
-    this worker sent. Without one, it is the momentum of the mean, because gradients with momentum
-    would be zero nowhere.
-
-    The paper's aggregators stream the blocks that any worker has, and skip the others. This reducer
-    first finds the union, as bits, and then sends it in a static number of slots. Blocks without a
-    slot stay in their workers' residuals, take turns, and are counted. If the slots would hold the
-    whole vector, it is summed densely instead, and nothing stays in the residual.
-
-    With a `density`, momentum is masked where this worker sent, as for top-k. Without one, the
-    momentum is that of the mean.
+    With a `density`, momentum is masked where this worker sent. Without one, it is the momentum of
+    the mean, because gradients with momentum would be zero nowhere.
 
     Args:
-        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
-            blocks have the largest l2 norms. None: all blocks that are not zero.
-        block_size: number of elements in a block.
         union_density: share of the blocks that there is room for, in (0, 1]. None: room for all
             that `density` can select. Without a `density` it is required.
-
-    Raises:
-        ValueError: settings out of range, or neither `density` nor `union_density` is given.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -87,7 +72,6 @@ class OmniReduce(BlockReducer):
     def reduce(
         self, x: Float[Array, " d"], state: UInt32[Array, ""], axis_name: str | None
     ) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         workers = wire.axis_size(axis_name)
         capacity = self._capacity(x.size, workers)
         next_state = state + jnp.uint32(1)
@@ -132,38 +116,20 @@ class SparseAllGather(BlockReducer):
     """All-gather of each worker's non-zero blocks, summed by all.
 
     Parallax (Kim et al., EuroSys 2019) with all-reduce, Horovod and TensorFlow do this with sparse
-    gradients (rows of embeddings as IndexedSlices). An all-reduce sums the dense leaves. Set
-    `block_size` to the embedding's width and `capacity_density` to the share of rows that a worker
-    touches in a step: the mean is then exact, and nothing is selected. For dense gradients,
-    `density` selects each worker's largest blocks, with error feedback. Leaves are laid end to end:
-    compress embeddings of one width only, or rows shift across blocks.
+    gradients (rows of embeddings as IndexedSlices). Settings go as in `omni_reduce`, but
+    `capacity_density` is the share of rows that a single worker touches in a step. Momentum is
+    masked as there.
 
     A step has one all-gather: each worker sends capacity_density d (1 + 1 / block_size) words, and
-    receives W - 1 times as many. It suits few workers, or supports that hardly overlap. Use
-    `omni_reduce` otherwise. The room is static, and empty slots are sent, too. Blocks without room
-    wait in the residual, for ceil(1 / capacity_density) steps at most, and the state's
-    `info.overflow` counts their elements. If all messages together would be no fewer words than a
-    dense all-reduce, the vector is summed densely instead.
-
-    With a `density`, Momentum is masked where
-    this worker sent. Without one, it is the momentum of the mean, because gradients with momentum
-    would be zero nowhere.
-
-    A message has room for a static number of blocks. Blocks without room stay in the residual, take
-    turns, and are counted. If all messages together would be no fewer words than a dense
-    all-reduce, the vector is summed densely instead, and nothing stays in the residual.
-
-    Momentum is masked as in `OmniReduce`.
+    receives W - 1 times as many. It suits few workers, or supports that hardly overlap. The room is
+    static, and empty slots are sent, too. Blocks without room take turns and wait in the residual,
+    for ceil(1 / capacity_density) steps at most, and the state's `info.overflow` counts their
+    elements. If all messages together would be no fewer words than a dense all-reduce, the vector
+    is summed densely instead.
 
     Args:
-        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
-            blocks have the largest l2 norms. None: all blocks that are not zero.
-        block_size: number of elements in a block.
         capacity_density: share of the blocks that a worker's message has room for, in (0, 1]. None:
             `density`. Without a `density` it is required.
-
-    Raises:
-        ValueError: settings out of range, or neither `density` nor `capacity_density` is given.
     """
 
     _: dataclasses.KW_ONLY
@@ -175,7 +141,6 @@ class SparseAllGather(BlockReducer):
     def reduce(
         self, x: Float[Array, " d"], state: UInt32[Array, ""], axis_name: str | None
     ) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         workers = wire.axis_size(axis_name)
         next_state = state + jnp.uint32(1)
         if self._is_dense(x.size, workers):

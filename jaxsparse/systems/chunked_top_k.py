@@ -30,9 +30,6 @@ class ChunkedTopK(Gathered):
         chunk_size: number of consecutive elements in a chunk.
         value_bits: number of bits of a value: 2, 4, 8, 16 (bfloat16) or 32 (exact).
 
-    Raises:
-        ValueError: settings out of range.
-
     Example:
         >>> import jax, jax.numpy as jnp
         >>> tx = chunked_top_k(2, 1024, axis_name=None)
@@ -54,24 +51,20 @@ class ChunkedTopK(Gathered):
 
     @property
     def codec(self) -> codecs.EliasFano:
-        """The wire format."""
         return codecs.EliasFano(self.value_bits)
 
     @property
     def conservation(self) -> Conservation:
-        """The conservation of the codec."""
         return conservation_of(self.codec)
 
     def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Kept]:
-        """See `Gathered`."""
         check_size("x.size", x.size)
         stream = select.group_top_k(x, current(self.k), self.chunk_size)
         return encode_entries(x, stream, self.codec, state)
 
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
-        """See `Gathered`."""
         capacity = count_entries(size, current(self.k), self.chunk_size)
         return decode_entries(messages, capacity, size, self.codec)
 

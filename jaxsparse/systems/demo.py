@@ -38,7 +38,6 @@ class _Tiling(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements of a tile."""
         return self.height * self.width
 
 
@@ -58,25 +57,21 @@ class DeMo(Gathered, MatrixReducer):
 
     A leaf is a matrix, or a stack of matrices, as in `powersgd`. A matrix is cut into the fewest
     tiles of at most `chunk` rows and columns, of nearly equal sides, and a tile that sticks out is
-    filled with zeros. Tiles
-    follow the leaf's shape, as in the paper, because neighbours in both directions are alike. Flat
-    pieces of the vector would mix rows. (The published code takes the largest divisor of a side up
-    to `chunk`, which is the same for the sides of usual models, and 1 for a larger prime.) Vectors
-    go dense by default, so that their u is the mean gradient. Otherwise they are matrices of one
-    row.
+    filled with zeros. (The published code takes the largest divisor of a side up to `chunk`, which
+    is the same for the sides of usual models, and 1 for a larger prime.) Vectors go dense by
+    default, so that their u is the mean gradient. Otherwise they are matrices of one row.
 
-    The published step is signed. It has no other optimizer behind it:
+    The published step is signed. It has no other optimizer behind it, though any may stand there:
 
         tx = optax.chain(jaxsparse.demo(), optax.scale_by_sign(),
                          optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(4e-4))
 
-    Any optimizer may stand there instead. The published code adds g to M times the learning rate.
-    At a constant rate, the sign hides this factor. Under a schedule, old gradients would keep their
-    old rates. All elements of a tile move by the learning rate if any coefficient of it arrives.
+    The published code adds g to M times the learning rate. At a constant rate, the sign hides this
+    factor. Under a schedule, old gradients would keep their old rates. All elements of a tile move
+    by the learning rate if any coefficient of it arrives.
 
-    A worker receives W - 1 messages of 12 + `value_bits` bits an entry of tiles of 64 x 64.
-    Replicas stay equal bit for bit, because all of them add the messages in the order of workers.
-    On a mesh with inner axes each device transforms its own shards.
+    A worker receives W - 1 messages of 12 + `value_bits` bits an entry of tiles of 64 x 64. On a
+    mesh with inner axes each device transforms its own shards.
 
     Args:
         k: number of coefficients of each tile that a worker sends, or a warm-up
@@ -85,9 +80,6 @@ class DeMo(Gathered, MatrixReducer):
         chunk: the largest side of a tile, at most 256. An index takes some 9 bits.
         value_bits: number of bits of a value: 16 (bfloat16), 32 (exact), or 2, 4 or 8, as in
             `chunked_top_k`.
-
-    Raises:
-        ValueError: settings out of range.
 
     Example:
         >>> tx = demo(1, 4, axis_name=None, is_dense=lambda path, shape: False)
@@ -119,7 +111,6 @@ class DeMo(Gathered, MatrixReducer):
 
     @property
     def codec(self) -> codecs.EliasFano:
-        """The wire format."""
         return codecs.EliasFano(self.value_bits)
 
     def tiling(self, matrix: Matrix) -> _Tiling:
@@ -134,7 +125,7 @@ class DeMo(Gathered, MatrixReducer):
     def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Kept]:
-        """See `Gathered`. Tiles with elements too large for the transform stay."""
+        """Tiles with elements too large for the transform stay."""
         if not x.size:  # no size is too large, because an index counts within a tile
             raise ValueError(
                 "x.size=0 must lie between 1 and any size: skip a vector that is empty"
@@ -150,7 +141,7 @@ class DeMo(Gathered, MatrixReducer):
         return jnp.concatenate(messages), Kept(x - self._whole(own, x.size), None, state)
 
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
-        """See `Gathered`. No sum overflows, because no tile has too large elements."""
+        """No sum overflows, because no tile has too large elements."""
         parts = jax.eval_shape(self._parts, jax.ShapeDtypeStruct((size,), jnp.float32))
         sums, start = [], 0
         for count, height, width in (part.shape for part in parts):
@@ -240,11 +231,7 @@ def _times(tiles: Float[Array, "tiles m n"], basis: np.ndarray) -> Float[Array, 
 
 @functools.cache
 def _basis(n: int) -> np.ndarray:
-    """The matrix A of the orthonormal DCT-II of n numbers: A x are the coefficients.
-
-    >>> np.round(_basis(4) @ np.arange(1, 5), 5).tolist()
-    [5.0, -2.23044, 0.0, -0.15851]
-    """
+    """The matrix A of the orthonormal DCT-II of n numbers: A x are the coefficients."""
     from scipy import fft  # not at the top, because it takes long to import
 
     return fft.dct(np.eye(n), axis=0, norm="ortho").astype(np.float32)

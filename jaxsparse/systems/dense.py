@@ -21,12 +21,10 @@ class Dense(Gathered):
 
     All leaves travel in one message. If `is_dense` or `bucket_size` is given, the leaves that
     `is_dense` does not pick (by default matrices) travel in buckets, and their residual stays zero.
-
     Sums are of float32, and travel as such. `quantized("bfloat16")` is the same in 16 bits.
 
-    `momentum` is heavy-ball momentum without masking. It equals `optax.trace(momentum)` behind it.
-
-    It masks no momentum. Every step sends everything, so a mask would leave no momentum at all.
+    `momentum` is heavy-ball momentum, as of `optax.trace(momentum)` behind it. It is not masked,
+    because every step sends everything, and a mask would leave no momentum at all.
 
     Example:
         >>> import jax.numpy as jnp
@@ -39,17 +37,15 @@ class Dense(Gathered):
     """
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """See `Reducer`. An all-reduce takes fewer bytes than messages."""
+        """An all-reduce takes fewer bytes than messages."""
         return Sums(wire.psum(x, axis_name), x.size), Kept(jnp.zeros_like(x), None, state)
 
     def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " d"], Kept]:
-        """See `Gathered`: the vector."""
         return codecs.bits(x), Kept(jnp.zeros_like(x), None, state)
 
     def decode(self, messages: UInt32[Array, "workers d"], size: int) -> Sums:
-        """See `Gathered`."""
         return Sums(jnp.sum(codecs.from_bits(messages, jnp.float32), axis=0), size)
 
 

@@ -15,7 +15,7 @@ from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, SeededReducer, Sums
 from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
-from jaxsparse.select.maxima import slot_max
+from jaxsparse.select.fast import slot_max
 from jaxsparse.select.slots import hash_extract
 from jaxsparse.select.thresholds import check_samples, sampled_threshold
 from jaxsparse.systems.table import system
@@ -26,13 +26,7 @@ Extractor = Callable[[Float[Array, " d"], int, UInt32[Array, ""]], SparseStream]
 
 
 def extractor(name: Extract, samples: int | None = None, passing: float = 1.0) -> Extractor:
-    """The function that fills slots.
-
-    Args:
-        name: see `dragonn`.
-        samples: see `dragonn`.
-        passing: see `dragonn`.
-    """
+    """The function that fills slots. For the settings see `dragonn`."""
     if name == "slot_max":
         return lambda x, slots, seed: slot_max(x, slots, seed=seed)
 
@@ -52,35 +46,25 @@ def extractor(name: Extract, samples: int | None = None, passing: float = 1.0) -
 class Dragonn(Gathered, SeededReducer):
     """DRAGONN (Wang et al., ICML 2022): large entries, in slots that are hashed.
 
-    Each worker estimates from a sample the magnitude that n = passing m elements reach, with
-    m = density d. It writes these elements into m random slots and sends the slots. All workers
-    decode all messages into one dense vector.
+    Each worker estimates from a sample the magnitude that n = passing m elements reach, with m =
+    density d. It writes these elements into m random slots and sends the slots. All workers decode
+    all messages into one dense vector. A bucket, by default all compressed leaves together, has one
+    threshold and one set of slots; the paper compresses each tensor by itself.
 
     A worker receives 2 m (W - 1) words a step in COO, as with `top_k`, and "hash" fills about 63 %
-    of the slots. The paper hashes because counting what passes a threshold was slow (section 3.1).
-    That does not hold on today's compilers and chips. With XLA, compacting what passes
-    (`select.compact`) takes less time than hashing it, on CPUs and on an NVIDIA H100, and leaves no
+    of the slots. With XLA, compacting what passes takes less time than hashing it, and leaves no
     slot empty. So `dgc`, which has the same threshold, sends more of the large entries in the same
-    words. (`benchmarks/results/kernels.md` has the times.) "slot_max" needs no threshold, and
-    takes about as long as a compaction.
+    words (`benchmarks/results/kernels.md`). "slot_max" takes about as long as a compaction.
 
-    The received bytes grow with the number of workers, so it suits few workers (up to about
-    sqrt(1 / density)), large tensors and slow links. With
+    The received bytes grow with the number of workers, so it suits few workers (up to about sqrt(1
+    / density)), large tensors and slow links. With
     `is_dense=jaxsparse.planner.select_tensors(...).is_dense` it compresses only the tensors that
     save more time on the network than selection and decoding cost.
 
-    DRAGONN (Wang et al., ICML 2022), section 3.2, Alg. 1. The paper compresses each tensor by
-    itself. Here a bucket, by default all compressed leaves together, has one threshold and one set
-    of slots; `jaxsparse.partition` gives leaves reducers of their own. Sparse decoding (section
-    4.3) is one scatter for each of the W messages into one dense vector, and not one for the batch:
-    workers put forward the same elements, a GPU adds equal indices of one scatter in any order, and
-    replicas would drift apart. (Theorem A.9 promises nothing: its bound on the squared gradient is
-    at least 2 G^2, and the theorem itself assumes that it never exceeds G^2.)
-
     If several entries above the threshold share a slot, the worker sends one. The others stay in
-    the residual, as entries below the threshold do. `info.overflow` does not count them, because
-    they lose by chance, as the method has it, and not for want of room. Hashes differ at each
-    exchange and between workers, so no entry loses for ever, or everywhere.
+    the residual, and `info.overflow` does not count them: they lose by chance, and not for want of
+    room. Hashes differ at each exchange and between workers, so no entry loses for ever, or
+    everywhere.
 
     Args:
         density: m as a share of each bucket's elements, in (0, 1], or a warm-up
@@ -96,10 +80,6 @@ class Dragonn(Gathered, SeededReducer):
             `jaxsparse.select.sampled_threshold`.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
             rounding in the residual.
-        seed: seed of the hashes.
-
-    Raises:
-        ValueError: settings out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -138,7 +118,6 @@ class Dragonn(Gathered, SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The conservation of the codec."""
         return conservation_of(self.codec)
 
     def hash_seed(self, step: UInt32[Array, ""], rank: Array | int) -> UInt32[Array, ""]:
@@ -148,13 +127,11 @@ class Dragonn(Gathered, SeededReducer):
     def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Kept]:
-        """See `Gathered`."""
         slots, seed = entries(self.density, x.size), self.hash_seed(state, rank)
         stream = extractor(self.extract, self.samples, self.passing)(x, slots, seed)
         return encode_entries(x, stream, self.codec, state + jnp.uint32(1))
 
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
-        """See `Gathered`."""
         return decode_entries(messages, entries(self.density, size), size, self.codec)
 
 

@@ -39,8 +39,8 @@ class _EF21(ErrorFeedback):
     """EF21-SGDM (Fatkhullin, Tyurin and Richtarik, NeurIPS 2023): compressed differences.
 
     Where workers' gradients differ, classic error feedback stops at a distance from the minimum
-    that grows with the learning rate, because parts of the gradients arrive late. Here workers
-    send differences that vanish at the minimum. Each worker has a momentum v_w, which small batches
+    that grows with the learning rate, because parts of the gradients arrive late. Here workers send
+    differences that vanish at the minimum. Each worker has a momentum v_w, which small batches
     need, and an estimate g_w of it that all workers know. With C the compression, in a step
 
         v_w = momentum * v_w + (1 - momentum) * gradient    (the first gradient in the first step)
@@ -52,21 +52,18 @@ class _EF21(ErrorFeedback):
     enters the state, so it may change at any time. Chain an optimizer without momentum behind it:
     `optax.chain(ef21_sgdm(systems.TopK(0.01)), optax.sgd(0.1))`. (`benchmarks/ef21.py` compares.)
 
-    v_w - g_w is the residual of error feedback on the changes of v_w, for any part of them that C
-    delivers, and wherever the rest stays behind. So C can be any reducer of this library that
-    conserves sums, and g_w is not stored. The law is
+    v_w - g_w is the residual of error feedback on the changes of v_w, so C can be any reducer of
+    this library that conserves sums, and g_w is not stored. The law is, to rounding,
 
         g == mean of all v_w - mean of all residuals
 
-    to rounding. TopK, SparDL (whose residuals arise within its collective) and rounding to nearest
-    conserve sums, exactly or to rounding. Reducers that are right only in expectation (Quantized
-    with stochastic rounding, S2), or that leak, are refused, because g would add up their errors
-    for ever.
+    Reducers that are right only in expectation (Quantized with stochastic rounding, S2), or that
+    leak, are refused, because g would add up their errors for ever.
 
     A skipped step has an update of zero, and only its count changes. `jaxsparse.reshard` keeps the
-    means of v_w and of residuals, hence the law. `jaxsparse.diagnose` reports the residual's norm.
-    Uncompressed leaves have g == mean of all v_w. Each worker holds two arrays like the parameters,
-    v_w and the residual, and one that is equal on all workers, g.
+    means of v_w and of residuals, hence the law. Uncompressed leaves have g == mean of all v_w.
+    Each worker holds two arrays like the parameters, v_w and the residual, and one that is equal on
+    all workers, g.
 
     Some options differ here. `momentum` is that of v_w (1 - eta in the paper): 0.9 is usual, and
     None (or 0) is EF21-SGD, which needs large batches. `nesterov` is refused, because v_w is an
@@ -75,10 +72,6 @@ class _EF21(ErrorFeedback):
 
     Args:
         reducer: C, such as `jaxsparse.systems.TopK(0.01)`, `SparDL(0.01)`, `ChunkedTopK()`.
-
-    Raises:
-        ValueError: settings out of range, a reducer that does not conserve sums, or a refused
-            option.
 
     Example:
         >>> from jaxsparse.systems import TopK

@@ -21,19 +21,11 @@ class GTopK(EntryReducer):
 
     A step has log2 W exchanges of k = density d entries each, 2 k words in COO. If W is no power of
     two, it has floor(log2 W) + 2 exchanges. (The paper has a tree and a broadcast, twice as many.)
-
-    Momentum is masked where a worker's own
-    entry was delivered.
+    Momentum is masked where a worker's own entry was delivered.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
         residuals: rule for residuals. "global" keeps all that is not delivered. "published" is the
             paper's rule, which loses a part of it.
-        codec: wire format of the messages, see `top_k`.
-        selection: selection from each worker's own vector: "fast" or "exact" top-k.
-
-    Raises:
-        ValueError: settings out of range.
     """
 
     _: dataclasses.KW_ONLY
@@ -41,11 +33,9 @@ class GTopK(EntryReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The conservation of the codec. The published rule leaks."""
         return super().conservation if self.residuals == "global" else "leaks"
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         stream = SELECTORS[self.selection](x, entries(self.density, x.size))
         result = gtopk_all_reduce(stream, x.size, axis_name=axis_name, codec=self.codec)
         unselected = x.at[stream.indices].set(0, mode="drop")

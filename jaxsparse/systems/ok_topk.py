@@ -38,22 +38,15 @@ class OkTopk(EntryReducer):
     A step receives 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives.
     This is up to capacity_factor times the paper's words, because shapes are static and empty room
     is sent, too. New thresholds take four rounds of 256 counts, new regions an all-reduce of 1024.
-    Entries without room stay in residuals, and the state's `info.overflow` counts them.
-
-    Momentum is masked where a worker's own
-    entry was delivered.
+    Entries without room stay in residuals, and the state's `info.overflow` counts them. Momentum is
+    masked where a worker's own entry was delivered.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
         refresh_every: largest number of steps between exact new thresholds.
         rebalance_every: largest number of steps between new regions.
         capacity_factor: room in messages, in multiples of an even share.
-        codec: wire format of the messages.
         selection: selection from each worker's own vector. "fast" takes the entries that reach a
             sampled threshold, k on average. Others take k at most.
-
-    Raises:
-        ValueError: settings out of range.
     """
 
     _: dataclasses.KW_ONLY
@@ -75,13 +68,11 @@ class OkTopk(EntryReducer):
         return self.codec.is_exact and self.codec.is_local
 
     def init(self, size: int) -> OkTopkState:
-        """A step counter, and regions yet to be drawn."""
         return OkTopkState(jnp.uint32(0), Agreed.start(size))
 
     def reduce(
         self, x: Float[Array, " d"], state: OkTopkState, axis_name: str | None
     ) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         check_size("x.size", x.size)
         result = ok_topk_all_reduce(
             x,

@@ -63,16 +63,16 @@ class PowerSGD(MatrixReducer, SeededReducer):
     a column together are shortest. For each matrix A of residual plus gradient, workers share r
     orthonormal vectors, project A on them, and all-reduce the projections. One step of a power
     iteration, warm-started from the last step's factors, is enough. The residual keeps the rest.
-    Vectors travel dense, and so does each matrix that factors would not make
-    `min_compression_rate` times smaller. All factors and such matrices travel in one message.
+    Vectors travel dense, and so does each matrix that factors would not make `min_compression_rate`
+    times smaller. All factors and such matrices travel in one message.
 
     The two forms differ in bytes and latency:
 
     * "alternating", as in the authors' later code (epfml/powersgd): half an iteration a step. Even
-      steps project columns on left factors, odd steps project rows on right ones. A step has one
-      all-reduce of r m or r n words for each matrix, r (n + m)/2 on average.
+    steps project columns on left factors, odd steps project rows on right ones. A step has one
+    all-reduce of r m or r n words for each matrix, r (n + m)/2 on average.
     * "full", as published (Algorithm 1): both halves in each step, so two all-reduces, one after
-      the other, of r (n + m) words together.
+    the other, of r (n + m) words together.
 
     Start dense with `rank=jaxsparse.Stages((None, 2), (100,))`: the first 100 steps send everything
     and leave no residual, because low ranks approximate the first gradients badly.
@@ -82,10 +82,8 @@ class PowerSGD(MatrixReducer, SeededReducer):
     send more, because factors of the uncut side are not divided. A shard that is too small by
     `min_compression_rate` travels whole.
 
-    No momentum is masked. The paper's momentum
-    is that of the mean instead: chain `optax.trace(0.9)`, or an optimizer with momentum, behind it.
-
-    A matrix whose factors would save too little is psummed whole, in the factors' message.
+    No momentum is masked. The paper's momentum is that of the mean instead: chain
+    `optax.trace(0.9)`, or an optimizer with momentum, behind it.
 
     Args:
         rank: r, the rank of the factors of each matrix, at least 1. It is min(n, m) where that is
@@ -94,14 +92,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
             two.
         min_compression_rate: least ratio of a matrix's elements to its factors'. A matrix is
             compressed if r (n + m) times this is below n m.
-        stacked: a regular expression. A leaf (L, ..., n, m) whose key path contains a match is a
-            stack of L matrices, one for each layer of a scanned model. By default "layers",
-            "blocks" and names that begin with "scan" or "stack" match, where no number follows.
-            None: there are no stacks.
         seed: seed of the first vectors, and of those that replace zeros.
-
-    Raises:
-        ValueError: settings out of range.
 
     Example:
         >>> tx = powersgd(1, iteration="full", axis_name=None)
@@ -130,18 +121,14 @@ class PowerSGD(MatrixReducer, SeededReducer):
         return "to group rounding"
 
     def rank_of(self, matrix: Matrix) -> int:
-        """The rank of a matrix's factors, or 0 if it travels whole.
-
-        >>> [PowerSGD(rank=4).rank_of(Matrix(1, n, n)) for n in (64, 8)]
-        [4, 0]
-        """
+        """The rank of a matrix's factors, or 0 if it travels whole."""
         rank = min(current(self.rank) or 0, matrix.rows, matrix.columns)
         elements = rank * (matrix.rows + matrix.columns)
         is_smaller = elements * self.min_compression_rate < matrix.rows * matrix.columns
         return rank if is_smaller else 0
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """The same reducer with another seed for each bucket; without a rank a dense one."""
+        """Without a rank it is a dense reducer."""
         if self.rank is None:
             return (Dense(),) * len(sizes)
         return super().split(sizes, dense_size)
@@ -155,7 +142,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
     def reduce(
         self, x: Float[Array, " d"], state: PowerState, axis_name: str | None
     ) -> tuple[Sums, Kept]:
-        """See `Reducer`. A matrix counts as not sent if the sum of its factors overflows."""
+        """A matrix counts as not sent if the sum of its factors overflows."""
         if not state.factors:
             return Dense().reduce(x, state, axis_name)
         state = state._replace(factors=wire.varying_as(state.factors, x, axis_name))
@@ -176,10 +163,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         return Sums(self._united(sums), x.size), Kept(self._united(residuals), None, state)
 
     def _full(self, x: Array, state: PowerState, axis_name: str | None) -> "_Half":
-        """Both halves of an iteration: left factors from right ones, then right from left ones.
-
-        The residual is the part of the matrix that the mean lacks, as published.
-        """
+        """Left factors from right ones, then right ones. The residual is what the mean lacks."""
         matrices, _ = self._divided(x)
         own = [_project(a, basis, 1) for a, basis in zip(matrices, self._bases(x.size, state, 1))]
         totals = [_checked(total)[0] for total in _psum(own, axis_name)]
@@ -188,11 +172,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         return half._replace(own=half.mean)
 
     def _half(self, x: Array, state: PowerState, *, axis_name: str | None, given: Side) -> "_Half":
-        """Makes the other factors from the `given` ones.
-
-        The residual is the part of the matrix that this worker's own factors lack, as in epfml's
-        code.
-        """
+        """Makes the other factors from the `given` ones. The residual is what own factors lack."""
         matrices, others = self._divided(x)
         bases = self._bases(x.size, state, given)
         own = [_project(a, basis, given) for a, basis in zip(matrices, bases)]
@@ -252,12 +232,8 @@ def _orthonormal(
 
     It is Gram-Schmidt in float32, twice for each vector, which makes vectors as orthogonal as
     Householder's QR does. A vector that is zero, or depends on those before it, becomes a random
-    one: as a zero it would stay zero for ever, and the rank would be lost. Only elementwise
-    operations and sums compute the basis, so that all workers get the same bits.
-
-    Args:
-        vectors: r <= n vectors of each matrix, finite.
-        noise: independent numbers in [-1, 1), equal on all workers.
+    one, of `noise` in [-1, 1): as a zero it would stay zero for ever, and the rank would be lost.
+    Only elementwise operations and sums compute the basis, so that all workers get the same bits.
     """
     shares, _ = scaled(vectors, axis=2)
     start = _normalised(shares) + noise * (_NOISE / math.sqrt(vectors.shape[2]))

@@ -25,13 +25,9 @@ class Quantized(SeededReducer):
 
     Attributes:
         quantizer: `quantize.Format(...)` or `quantize.QSGD(...)`.
-        rounding: "stochastic" is unbiased and drops its error, as in QSGD (Alistarh et al., 2017).
-            "nearest" is deterministic and keeps its errors in the residual: those of this worker's
-            values, and of the sums that it owns.
-
-    Raises:
-        ValueError: the quantizer has no stochastic rounding, or the residual could grow without
-            bound.
+        rounding: "stochastic" is unbiased and drops its error. "nearest" is deterministic and keeps
+            its errors in the residual: those of this worker's values, and of the sums that it owns.
+            It refuses quantisers whose residual could grow without bound.
     """
 
     quantizer: Quantizer = QSGD()  # noqa: RUF009 - frozen
@@ -53,15 +49,13 @@ class Quantized(SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The error of stochastic rounding is dropped."""
         return "to group rounding" if self.rounding == "nearest" else "in expectation"
 
     def init(self, size: int) -> Any:
-        """The number of exchanges so far, for stochastic rounding, or no state."""
         return jnp.uint32(0) if self.rounding == "stochastic" else ()
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """See `Reducer`. A group with a sum that overflows counts as not sent."""
+        """A group with a sum that overflows counts as not sent."""
         key = None
         if self.rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(self.seed), state)
@@ -72,16 +66,15 @@ class Quantized(SeededReducer):
 
 @dataclasses.dataclass(frozen=True)
 class GatheredQuantized(Gathered, Quantized):
-    """Sends everything at each step to all, quantised once. All add up the decoded vectors.
+    """As `Quantized`, but sends everything to all, quantised once. All add up the decoded vectors.
 
     That is one message, as in QSGD (Alistarh et al., 2017) and EF-signSGD. A single worker rounds,
-    too: it sends what others would read. Its attributes are those of `Quantized`.
+    too: it sends what others would read.
     """
 
     def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Kept]:
-        """See `Gathered`."""
         key, is_random = None, self.rounding == "stochastic"
         if is_random:
             key = jax.random.fold_in(jax.random.key(self.seed), state)
@@ -93,7 +86,6 @@ class GatheredQuantized(Gathered, Quantized):
         return message, Kept(lost, None, state)
 
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
-        """See `Gathered`."""
         add = lambda total, message: (total + self._decoded(message, size), None)
         first = self._decoded(messages[0], size)
         return Sums(cut(jax.lax.scan(add, first, messages[1:])[0], size))
@@ -106,27 +98,25 @@ class GatheredQuantized(Gathered, Quantized):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Quantized(SystemOptions):
+class _QuantizedSettings(SystemOptions):
     """Dense all-reduce in 1 to 16 bits a value, with error feedback.
 
     Values travel to the owner of their range, which sums them in float32, and the sums travel back.
-    These are two roundings for any number of workers. A ring of quantised partial sums has one for
-    each worker. All workers apply the decoded sums, their owner included, so replicas stay equal.
-    Both roundings are fed back: a worker's residual keeps the error of its own values, and that of
-    the sums that it owns. `decay=0` drops both, as Streaming DiLoCo does.
+    These are two roundings for any number of workers. All workers apply the decoded sums, their
+    owner included, so replicas stay equal. Both roundings are fed back: a worker's residual keeps
+    the error of its own values, and that of the sums that it owns. `decay=0` drops both, as
+    Streaming DiLoCo does.
 
     `quantized("bfloat16")` is a dense sum that travels as 16 bits on every backend, without a sum
-    in 16 bits anywhere. (A psum of bfloat16 is widened to 32 bits by XLA on CPUs, and summed in 16
-    on others.) A worker receives 2 (W - 1)/W d (bits / 32 + scale bits / (32 group_size)) words a
-    step: 0.13 times a dense all-reduce's with "int4" and these defaults, 0.05 times with "ternary"
-    and 0.03 times with "sign". ("int2" has two scales a group.) The last group of a range, or of a
-    message, is filled with zeros if that adds at most a 64th. `is_dense` leaves, vectors by
-    default, travel uncompressed.
+    in 16 bits anywhere. A worker receives 2 (W - 1)/W d (bits / 32 + scale bits / (32 group_size))
+    words a step: 0.13 times a dense all-reduce's with "int4" and these defaults, 0.05 times with
+    "ternary" and 0.03 times with "sign". ("int2" has two scales a group.) The last group of a
+    range, or of a message, is filled with zeros if that adds at most a 64th. `is_dense` leaves,
+    vectors by default, travel uncompressed.
 
     If the devices of a host are *inner* axes of the mesh, JAX sums over these exactly, without
-    compression, and only the sums are quantised.
-
-    No momentum is masked, because everything is sent at each step.
+    compression, and only the sums are quantised. No momentum is masked, because everything is sent
+    at each step.
 
     Args:
         format: number format: "int8", "int4", "int2" (a sign and one of two magnitudes), "ternary"
@@ -138,9 +128,6 @@ class _Quantized(SystemOptions):
             receives W - 1 messages of d values. For two workers these are the same bytes and half
             of the roundings. A single worker rounds, too. It is for few workers, and for messages
             without collectives (`jaxsparse.feedback.by_message`).
-
-    Raises:
-        ValueError: settings out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -163,7 +150,7 @@ class _Quantized(SystemOptions):
 
 
 quantized = system(
-    _Quantized,
+    _QuantizedSettings,
     "quantized",
     summary="all values in a format of 1 to 16 bits, fed back",
     received="d (W-1)/W (bits/4 + 4/group_size)",
@@ -171,16 +158,13 @@ quantized = system(
 
 
 @dataclasses.dataclass(frozen=True)
-class _QSGD(SystemOptions):
+class _QSGDSettings(SystemOptions):
     """QSGD (Alistarh et al., NeurIPS 2017): all values at each step, in 2, 4 or 8 bits.
 
     A worker receives 2 (W - 1)/W (bits / 32 + 1 / group_size) d words a step: with 4 bits, an
-    eighth of a dense all-reduce's. Values are quantised on the way to the owner of their range, and
-    sums on the way back. The last group of a range is filled if that adds at most a 64th. (The
-    paper has an all-gather, (W - 1) times the packed vector.) `quantized` has other formats,
-    shorter scales and error feedback by default.
-
-    No momentum is masked, because everything is sent at each step.
+    eighth of a dense all-reduce's. They travel as in `quantized`, which has other formats, shorter
+    scales and error feedback by default. (The paper has an all-gather, (W - 1) times the packed
+    vector.) No momentum is masked, because everything is sent at each step.
 
     Args:
         bits: number of bits of a value on the wire.
@@ -188,20 +172,9 @@ class _QSGD(SystemOptions):
         scale: norm of a group that scales it: "max", or the paper's "l2", which has larger errors.
             See `quantize.QSGD`.
         rounding: way of rounding. "stochastic" is unbiased and drops its error, as in the paper.
-            "nearest" keeps its error in the residual.
+            "nearest" keeps its error in the residual, and refuses scale="l2" with too few bits for
+            the group size: the residual could grow without bound.
         seed: seed of stochastic rounding.
-
-    Raises:
-        ValueError: settings out of range, or rounding="nearest" with scale="l2" and too few bits
-            for the group size, so that the residual could grow without bound.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = qsgd(8, axis_name=None)  # one worker sends nothing, and nothing is rounded
-        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> updates["kernel"][-1, -3:].tolist()
-        [2045.0, 2046.0, 2047.0]
     """
 
     bits: Literal[2, 4, 8] = 4
@@ -217,7 +190,7 @@ class _QSGD(SystemOptions):
 
 
 qsgd = system(
-    _QSGD,
+    _QSGDSettings,
     "qsgd",
     summary="[QSGD](https://arxiv.org/abs/1610.02132): all values in 2, 4 or 8 bits",
     received="d (W-1)/W (bits/4 + 8/group_size)",
@@ -229,22 +202,17 @@ class _SignSGD(SystemOptions):
     """EF-signSGD (Karimireddy et al., ICML 2019): one bit a value, and error feedback.
 
     Each value becomes plus or minus the mean magnitude of its group, and so does each sum on its
-    way back, as in dist-EF-blockSGD (Zheng et al., NeurIPS 2019). A worker receives
-    2 (W - 1)/W (1 / 32 + 1 / group_size) d words a step: a 31st of a dense all-reduce's. It is
-    `quantized("sign", group_size=1024, scale="float32")` by another name.
+    way back, as in dist-EF-blockSGD (Zheng et al., NeurIPS 2019). A worker receives 2 (W - 1)/W (1
+    / 32 + 1 / group_size) d words a step: a 31st of a dense all-reduce's. It is `quantized("sign",
+    group_size=1024, scale="float32")` by another name.
 
-    No momentum is masked, because everything is sent at each step. With Adam, chain
-    `jaxsparse.per_worker(optax.scale_by_adam())` before it. 1-bit Adam (Tang et al., ICML 2021)
-    sends signs of momenta, and divides them by a second moment that is frozen after a warm-up.
-    It would take three transformations of Optax around this one. It is not provided, because
-    where coordinates have unlike scales, the mean magnitude of a group divided by small second
-    moments makes large steps.
+    No momentum is masked, because everything is sent at each step. 1-bit Adam (Tang et al., ICML
+    2021), which divides signs of momenta by a second moment that is frozen after a warm-up, is not
+    provided: where coordinates have unlike scales, the mean magnitude of a group divided by small
+    second moments makes large steps.
 
     Args:
         group_size: number of consecutive values that share a scale.
-
-    Raises:
-        ValueError: settings out of range.
     """
 
     group_size: int = dataclasses.field(default=1024, kw_only=True)

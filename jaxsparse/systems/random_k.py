@@ -36,18 +36,17 @@ class RandomK(SeededReducer):
     """Random-k SGD (Stich et al., NeurIPS 2018): k random coordinates, the same on all workers.
 
     A step has one all-reduce of k = density d words, without indices, for any number of workers.
-    The selection is blind: a coordinate waits for 1 / density steps on average.
+    Each exchange draws anew, without replacement. The selection is blind: a coordinate waits for 1
+    / density steps on average. Momentum is masked at the drawn coordinates, or where `reducer`
+    masks it.
 
     What waits comes late, as a sum of old gradients, which wants a rate far below dense's. With
     `decay=0` what is not drawn is dropped, as in coordinate descent. Each step then moves the drawn
     coordinates by what is new. Tune its rate: it was mostly 4 to 64 times dense's. This trained
     better in nearly all that we tried (`benchmarks/training.py`), but not with under 1 % of the
-    coordinates of a small model, where one run in five failed. A small language model, with each
-    worker's own Adam before the exchange, ends at 1.79 nats with 2 % of the coordinates, and at
-    2.57 if the rest is fed back. (Dense gradients end at 1.62.)
-
-    `decay=0` also drops the errors of `reducer`, so round with `systems.Quantized()`, which is
-    right on average. The default is the paper's.
+    coordinates of a small model, where one run in five failed. `decay=0` also drops the errors of
+    `reducer`, so round with `systems.Quantized()`, which is right on average. The default is the
+    paper's (Definition 2.1): values are not scaled up, and the residual keeps the rest.
 
     CocktailSGD (Wang et al., ICML 2023) is a composition: top-k within random coordinates, in 4
     bits, one step late. If each worker sends a tenth of a fifth of the coordinates, in 4 bits and
@@ -56,27 +55,12 @@ class RandomK(SeededReducer):
         top = systems.TopK(0.1, codec=codecs.EliasFano(value_bits=4))
         random_k(0.2, reducer=top, delay=1)
 
-    Momentum is masked at the drawn
-    coordinates, or where `reducer` masks it.
-
-    By default it psums them, without indices. Any other reducer of flat vectors can exchange them
-    as well. Its indices are then places among the k values: a selection within a random one.
-
-    This is rand_k of Stich, Cordonnier and Jaggi (Sparsified SGD with Memory, NeurIPS 2018,
-    Definition 2.1). Values are not scaled up: by default the residual keeps the rest, and
-    otherwise the rate makes up for it. Each exchange
-    draws anew, without replacement.
-
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).
         reducer: the reducer of the drawn values. It can be any reducer of flat vectors, such as
-            `systems.TopK(0.1)` or `systems.Quantized(quantize.Format("int4"), "nearest")`. None: an
-            exact sum.
-        seed: seed of the draws.
-
-    Raises:
-        ValueError: settings out of range.
+            `systems.TopK(0.1)` or `systems.Quantized(quantize.Format("int4"), "nearest")`. Its
+            indices are places among the k values. None: an exact sum.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -94,7 +78,6 @@ class RandomK(SeededReducer):
 
     @property
     def inner(self) -> Reducer:
-        """The reducer of the drawn values."""
         return Dense() if self.reducer is None else self.reducer
 
     def check(self) -> None:
@@ -107,22 +90,20 @@ class RandomK(SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The conservation of `reducer`."""
         return self.inner.conservation
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """The same settings with another seed for each bucket. `reducer` splits its own budget."""
+        """Another seed for each bucket. `reducer` splits its own budget."""
         inner = self.inner.split(tuple(entries(self.density, size) for size in sizes), dense_size)
         seeds = bucket_seeds(self.seed, len(sizes))
         pairs = zip(inner, seeds)
         return tuple(dataclasses.replace(self, reducer=one, seed=seed) for one, seed in pairs)
 
     def init(self, size: int) -> RandomKState:
-        """The number of exchanges so far, and the state of `reducer`."""
         return RandomKState(jnp.uint32(0), self.inner.init(entries(self.density, size)))
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """See `Reducer`. A sum that overflows counts as not sent."""
+        """A sum that overflows counts as not sent."""
         check_vector("x", x)
         check_size("x.size", x.size)
         key = jax.random.fold_in(jax.random.key(self.seed), state.draws)

@@ -23,7 +23,7 @@ from jaxsparse.reducers.blocks import (
     union_capacity,
 )
 from jaxsparse.select.compaction import compact
-from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
+from jaxsparse.sketch.codec import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
 from jaxsparse.systems.block_sparse import OmniReduce
 from jaxsparse.systems.dense import Dense
@@ -51,35 +51,24 @@ class S2(BlockReducer, SeededReducer):
     A step finds the union of supports, by an all-to-all and an all-gather of 2 (W - 1)/W bits a
     block. It then psums a table, of sketch_ratio times the elements of the blocks that W random
     supports would cover, or that `union_density` has room for. `omni_reduce` with the same settings
-    sends at least 1 / sketch_ratio times as much. The price is noise. The estimates are unbiased,
-    but the energy of their error is 1 / sketch_ratio times the energy of the sum with one row (2 at
-    0.5), and 2.5 and 2.7 times with 3 and 5 rows. The noise averages out over steps, better at a
-    lower learning rate. Error feedback does not correct it. (The paper's Theorem 2, a contraction,
-    does not hold at such ratios.) If the table would be no smaller than the blocks that there is
-    room for, these are summed exactly. With `union_density`, that is so from a ratio of 1 on.
+    sends at least 1 / sketch_ratio times as much. The price is noise. The mean is the sketch's
+    estimate in the union's blocks and exactly 0 elsewhere. The estimates are unbiased, but the
+    energy of their error is 1 / sketch_ratio times the energy of the sum with one row (2 at 0.5),
+    and 2.5 and 2.7 times with 3 and 5 rows. Hashes are fresh at each step, so the noise averages
+    out over steps, better at a lower learning rate. Error feedback does not correct it: the
+    residual keeps blocks that were not selected or had no room, never the sketch's error.
 
-    On a GPU replicas stay equal, but a repeated run may differ in the last bits: see
+    If the table would be no smaller than the blocks that there is room for, these are summed
+    exactly. With `union_density`, that is so from a ratio of 1 on. A single worker sketches
+    nothing. On a GPU replicas stay equal, but a repeated run may differ in the last bits: see
     `sketch.encode`.
 
-    With a `density`, Momentum is masked where
-    this worker sent, though the sketch delivers estimates: what it sent does not wait. Blocks
-    without room wait, and keep their momentum. (With a density of 1 no block waits, and nothing is
-    masked.) Without a density, it is the momentum of the mean, because gradients with momentum
-    would be zero nowhere.
-
-    An exchange finds the union of the workers' supports, one bit a block, and then psums the rows x
-    cols table. The mean is the sketch's estimate in the union's blocks and exactly 0 elsewhere. The
-    estimate is unbiased but noisy, with hashes that are fresh at each exchange. It is no
-    contraction: with rows = 1 the energy of its error is 1 / sketch_ratio times that of the sum. So
-    the residual keeps blocks that were not selected or had no room, never the sketch's error.
-
-    If a table would be no smaller than the blocks that there is room for, these are psummed exactly
-    (`OmniReduce`). If they, or the table, would be no smaller than the vector, the whole vector is
-    psummed. A single worker sends and sketches nothing.
+    With a `density`, momentum is masked where this worker sent, though the sketch delivers
+    estimates: what it sent does not wait. Blocks without room wait, and keep their momentum. (With
+    a density of 1 no block waits, and nothing is masked.) Without a density, it is the momentum of
+    the mean, because gradients with momentum would be zero nowhere.
 
     Args:
-        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. None: all
-            blocks that are not zero.
         block_size: number of consecutive elements that are selected and hashed together.
         rows: number of rows of the sketch.
         sketch_ratio: words of the sketch over elements of non-zero blocks, the paper's lambda. With
@@ -93,10 +82,6 @@ class S2(BlockReducer, SeededReducer):
             without room wait in the residual, and the state's `info.overflow` counts their
             elements. None: room for all that `density` can select. Without a `density` it is
             required.
-        seed: seed of the hashes, which are fresh at each step.
-
-    Raises:
-        ValueError: settings out of range, or neither `density` nor `union_density` is given.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -130,15 +115,10 @@ class S2(BlockReducer, SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The sketch's estimates are unbiased, and the residual does not keep their error."""
         return "in expectation"
 
     def plan(self, size: int, workers: int) -> SketchSizes:
-        """The sizes of an exchange of `size` elements among `workers`.
-
-        >>> S2(block_size=8, density=0.25).plan(800, workers=2)
-        SketchSizes(selected=25, capacity=50, cols=175)
-        """
+        """The sizes of an exchange of `size` elements among `workers`."""
         count = blocks.count(size, self.block_size)
         capacity = union_capacity(size, self.block_size, self.density, self.union_density, workers)
         selected = capacity
@@ -162,7 +142,6 @@ class S2(BlockReducer, SeededReducer):
         return min(size, self.rows * plan.cols)
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         workers = wire.axis_size(axis_name)
         if self.words(x.size, workers) == x.size:
             return Dense().reduce(x, state + jnp.uint32(1), axis_name)

@@ -59,36 +59,22 @@ class SketchedSGD(SeededReducer):
     Workers psum a count sketch of momentum-corrected, error-corrected gradients, agree on
     oversampling * k candidates, psum those exactly, and apply the k largest. In a step, each worker
     psums rows * cols + oversampling * k words, the dense leaves and one more word, for any number
-    of workers. The update is a mean in gradient units, where the paper has a sum.
+    of workers. If a bucket would take no fewer words than it has elements, it is summed densely
+    instead. The update is a mean in gradient units, where the paper has a sum.
 
     What the sketch recovers: an estimate is off by about ||x|| / sqrt(cols). So a coordinate is
     found if its square is several times ||x||^2 / cols. With the default sizes at a compression of
     10 that is some 5 times the root mean square of x. Gradients with heavy tails have such
-    coordinates. The paper's model of 90 million parameters has k = d / 900, and 10 columns for each
-    of these k at its 20x (5 rows, P = 36), 1.8 at its 40x (15 rows, P = 16). Residuals of small
-    dense models can be too flat: on images of digits candidates are drawn almost blindly, what
-    waits for its turn is stale, and `random_k` with as many words and `decay=0` trains better
-    (`benchmarks/sketch_sizing.py`; with `decay=0.5` the sketch trains nearly as well). A model of
-    1 million parameters that reads words trains at 10 as by dense gradients, if it has 30 turns of
-    k coordinates for each parameter. `random_k` with as many words and `decay=0` ends a little
-    worse at 10, and level at 20 (`benchmarks/sketched_training.py`). Compare the two. With
-    fewer than k columns even k equal coordinates that held all of the norm would drown in noise:
-    `init` then warns.
+    coordinates. Residuals of small dense models can be too flat: candidates are then drawn almost
+    blindly, what waits for its turn is stale, and `random_k` with as many words and `decay=0` may
+    train better (`benchmarks/sketch_sizing.py`, `benchmarks/sketched_training.py`). Compare the
+    two. With fewer than k columns even k equal coordinates that held all of the norm would drown in
+    noise: `init` then warns. Some 6 % of the candidates are not those of the largest estimates
+    (`sketch.heavy_hitters`).
 
-    Candidates are nearly those of the largest estimates: about 6 % of them lose their slots to
-    larger ones, and the next largest take their places (`sketch.heavy_hitters`).
-
-    The learning rate stays behind the exchange, as in Alg. 3. Alg. 2, which the proofs are about,
-    has it inside the residual (eta_t g + a), for a rate that falls as 1 / t. Here momentum,
-    clipping and schedules of the optimizer go on working, and the residual is in units of
-    gradients: when the rate falls, what waits in the residual is applied at the new rate.
-
-    If a bucket would take no fewer words than it has elements, it is summed densely instead. Each
-    of W workers clips a table narrower than float32 to the largest power of two that the sum can
-    hold W times.
-
-    Momentum is masked at the coordinates that
-    the update changes (momentum factor masking).
+    The learning rate stays behind the exchange, so what waits in the residual is applied at the
+    rate of the step that delivers it. Momentum is masked at the coordinates that the update changes
+    (momentum factor masking).
 
     Args:
         compression: ratio of *payload words*: the words of all gradient leaves over the words
@@ -107,14 +93,10 @@ class SketchedSGD(SeededReducer):
             1). A compression then gives it 8 columns for each of k, so that noise alone seldom
             passes: Lemma 1 needs the order of k, and with k columns 6 times k coordinates of normal
             data pass at 10x.
-        seed: seed of the hash functions, which are fresh at each step.
         table_dtype: dtype of the table on the wire. bfloat16 or float16 halve it (section 6) if the
-            backend can sum them. XLA on CPU widens them to float32. Exact values stay float32. On
-            digits at 10x both trained as float32 did. The default is float32 all the same,
-            because a compression counts columns as words of float32, whatever their dtype.
-
-    Raises:
-        ValueError: settings out of range, or too many or too few of `compression`, `k`, `cols`.
+            backend can sum them. XLA on CPU widens them to float32. Exact values stay float32. The
+            table is clipped so that the sum over workers does not overflow. A compression counts
+            columns as words of float32, whatever their dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -163,7 +145,6 @@ class SketchedSGD(SeededReducer):
 
     @property
     def used_rows(self) -> int:
-        """The number of rows of the sketch."""
         if self.rows is not None:
             return self.rows
         few = self.compression is not None and self.compression <= _ONE_ROW
@@ -177,11 +158,7 @@ class SketchedSGD(SeededReducer):
         return self.used_rows + 1 if self.selection == "top_k" else 1
 
     def sized(self, size: int, dense_size: int = 0) -> tuple[int, int]:
-        """K and cols for `size` compressed elements in all, beside `dense_size` dense ones.
-
-        Raises:
-            ValueError: the dense elements, or the given k or cols, exceed the budget.
-        """
+        """K and cols for `size` compressed elements in all, beside `dense_size` dense ones."""
         k, cols, compression = self.k, self.cols, self.compression
         if compression == 1 and k is None and cols is None:
             return size, size  # nothing to save: the reducer goes dense
@@ -250,7 +227,6 @@ class SketchedSGD(SeededReducer):
         return jnp.uint32(0)
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         if self.words(x.size) == x.size:
             return Dense().reduce(x, state, axis_name)
         k, cols = self.sized(x.size)

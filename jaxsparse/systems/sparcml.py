@@ -46,9 +46,9 @@ _LINK = Link()
 class SparCML(SeededReducer):
     """SparCML's Top-k SGD (Renggli et al., SC 2019, Alg. 1), with k of every 512 elements (8.3).
 
-    Updates are means of gradients: chain `optax.sgd(lr)` behind it. (The paper accumulates
-    lr * gradient and applies sums. For a constant lr, that is
-    `optax.chain(optax.scale(lr * workers), sparcml(...), optax.scale(-1))`.)
+    Updates are means of gradients: chain `optax.sgd(lr)` behind it. (The paper accumulates lr *
+    gradient and applies sums. For a constant lr, that is `optax.chain(optax.scale(lr * workers),
+    sparcml(...), optax.scale(-1))`.)
 
     Args:
         k: number of entries of each group that a worker sends, or a warm-up (`jaxsparse.Stages`).
@@ -63,7 +63,8 @@ class SparCML(SeededReducer):
         scale: norm of such a group that scales it: "max", or QSGD's "l2", which has larger errors.
             See `quantize.QSGD`.
         rounding: way of rounding under `bits`. "stochastic" is unbiased and drops its error.
-            "nearest" keeps its error in the residual.
+            "nearest" keeps its error in the residual, and refuses scale="l2" with too few bits for
+            the group size: the residual could grow without bound.
         union_factor: room for the sums of one owner in "split_allgather". 1 suffices nearly always
             if workers select elements at random: it is the expected number of different elements
             (appendix B), and four standard deviations more. Sums without room, the smallest, stay
@@ -72,11 +73,6 @@ class SparCML(SeededReducer):
         codec: wire format of sparse messages. `codecs.EliasFano()` sends some 11 bits an entry,
             with algorithm="all_gather"; `EliasFano(value_bits=16)` or 32 goes with all.
         seed: seed of stochastic rounding.
-
-    Raises:
-        ValueError: settings out of range, `bits` with an algorithm that has no dense half, or
-            rounding="nearest" with scale="l2" and too few bits for the group size, so that the
-            residual could grow without bound.
     """
 
     k: int | Stages[int] = 4
@@ -122,17 +118,14 @@ class SparCML(SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The error of stochastic rounding is dropped."""
         if self._is_random:
             return "in expectation"
         return conservation_of(self.codec) if self.bits is None else "to group rounding"
 
     def init(self, size: int) -> Any:
-        """The number of exchanges so far, for the keys of stochastic rounding, or no state."""
         return jnp.uint32(0) if self._is_random else ()
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         check_size("x.size", x.size)
         stream = select.group_top_k(x, current(self.k), self.group_size)
         key = None
@@ -150,7 +143,6 @@ class SparCML(SeededReducer):
 
     @property
     def quantizer(self) -> quantize.QSGD | None:
-        """The quantiser of sums in the dense half of "dsar_split_allgather", or None."""
         if self.bits is None:
             return None
         return quantize.QSGD(self.bits, self.bits_group_size, self.scale)

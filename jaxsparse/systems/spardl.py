@@ -31,40 +31,29 @@ class SparDL(EntryReducer):
     teams put forward different entries, and T times that, where they put forward the same ("bruck",
     whose messages adapt to within a tenth).
 
-    Momentum is masked where a worker put
-    forward an entry that was delivered.
-
     With n = W / teams blocks of m = ceil(d / n) elements, at most L = ceil(density d / n) entries
-    of each are delivered, for any supports of the workers. Sums are cut to the budget and never
-    exceed it. "bruck" has one h for all blocks, where Alg. 2 has one for each worker, because all
-    workers must agree on the size of their messages. It brings the mean of the blocks' entries to
-    L. Where teams overlap much in some blocks and little in others, the former deliver less than L.
+    of each are delivered, for any supports of the workers. "bruck" brings the mean of the blocks'
+    entries to L. Where teams overlap much in some blocks and little in others, the former deliver
+    less than L. Momentum is masked where a worker put forward an entry that was delivered.
 
     Args:
         density: share of each bucket's elements that a step delivers, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).
-        teams: number of teams of workers. More teams mean fewer rounds, or as many. With
-            "recursive", two teams receive as many words as one, and four or more receive more. With
-            "bruck", more teams receive fewer words where they put forward different entries (down
-            to 2 k (2 W - T - 1) / W), and more where they put forward the same ones.
-            `jaxsparse.planner.autotune` can choose it.
+        teams: number of teams of workers, a divisor of their number. More teams mean fewer rounds,
+            or as many. With "recursive", two teams receive as many words as one, and four or more
+            receive more. With "bruck", more teams receive fewer words where they put forward
+            different entries (down to 2 k (2 W - T - 1) / W), and more where they put forward the
+            same ones. `jaxsparse.planner.autotune` can choose it.
         gather: the way in which teams add up their blocks. "recursive" needs a power of two of
-            teams. "bruck" takes any number and adapts its messages, but not where a worker
-            has several devices.
+            teams. "bruck" takes any number and adapts its messages, but not where a worker has
+            several devices.
         residuals: rule for residuals. "global" loses nothing. "partial" and "local" lose a part,
-            for comparison. Both also change what is sent: each block is cut to L entries before
-            the first exchange, and what this cuts off is their residual of local parts. "global"
-            cuts a block only just before it is sent. So a comparison of the three, as in figure 17,
-            has two causes, of which the cut is one.
-        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
-            rounding in the residual. `codecs.EliasFano()` sends about 11 bits an entry;
-            "bruck" needs its value_bits=16 or 32.
+            for comparison. Both also change what is sent: each block is cut to L entries before the
+            first exchange, and what this cuts off is their residual of local parts. "global" cuts a
+            block only just before it is sent.
+        codec: see `top_k`, but with `codecs.EliasFano`, "bruck" needs value_bits=16 or 32.
         selection: the way in which entries are selected. "fast" keeps nearly the largest entries of
             a block, "exact" the largest.
-
-    Raises:
-        ValueError: settings out of range. From `update`: `teams` does not divide the workers, or
-            is no power of two for gather="recursive".
     """
 
     _: dataclasses.KW_ONLY
@@ -74,12 +63,10 @@ class SparDL(EntryReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The conservation of the codec. Only global residuals conserve all."""
         return super().conservation if self.residuals == "global" else "leaks"
 
     @property
     def adapts_messages(self) -> bool:
-        """Yes with B-SAG, whose messages follow h."""
         return self.gather == "bruck" and self.teams > 1
 
     def init(self, size: int) -> Any:
@@ -90,7 +77,6 @@ class SparDL(EntryReducer):
         return collectives.Adaptation(jnp.float32(0), jnp.float32(0), jnp.bool_(False))
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         team, across = Group.teams(axis_name, self.teams)
         n, rank = team.size, team.rank
         check_vector("x", x)

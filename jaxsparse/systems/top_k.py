@@ -23,18 +23,6 @@ class TopK(Gathered, EntryReducer):
     words in COO and grow with the number of workers. This is the baseline of gTop-k, Ok-Topk and
     SparDL.
 
-    Args:
-        density: k as a share of each bucket's elements, in (0, 1], or a warm-up
-            (`jaxsparse.warm_up`).
-        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
-            rounding in the residual. `codecs.EliasFano()` sends about 11 bits an entry.
-        selection: the way in which a worker finds its entries. "fast" keeps nearly the largest
-            entries, "exact" the largest. "sampled" (DGC's) and "bisection" (MSTopk's) estimate a
-            threshold.
-
-    Raises:
-        ValueError: settings out of range.
-
     Example:
         >>> import jax, jax.numpy as jnp
         >>> tx = top_k(0.001, axis_name=None)
@@ -49,12 +37,10 @@ class TopK(Gathered, EntryReducer):
     def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Kept]:
-        """See `Gathered`."""
         stream = SELECTORS[self.selection](x, entries(self.density, x.size))
         return encode_entries(x, stream, self.codec, state)
 
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
-        """See `Gathered`."""
         return decode_entries(messages, entries(self.density, size), size, self.codec)
 
 
@@ -70,13 +56,13 @@ top_k = system(_TopK, "top_k", summary="local top-k, all-gathered (TopkA)", rece
 class _DGC(SystemOptions, TopK):
     """Deep Gradient Compression (Lin et al., ICLR 2018): a thousandth of the gradient is enough.
 
-    Each worker estimates a threshold from a sample and sends the entries that reach it, k =
-    density d at most. All workers gather and sum them: 2 (W - 1) k words a step in COO.
+    Each worker estimates a threshold from a sample and sends the entries that reach it, k = density
+    d at most. All workers gather and sum them: 2 (W - 1) k words a step in COO.
 
     `momentum` acts before the exchange (momentum correction, section 3.2), and is masked where this
-    worker sent (3.3), with `nesterov=True`, too. Chain an optimizer without momentum behind it,
-    such as `optax.sgd(lr)`. To clip each of W workers' gradients before they are accumulated (3.2),
-    at W**-0.5 times the threshold of their mean, chain Optax's clipping in front of it:
+    worker sent (3.3). Chain an optimizer without momentum behind it, such as `optax.sgd(lr)`. To
+    clip each of W workers' gradients before they are accumulated (3.2), at W**-0.5 times the
+    threshold of their mean, chain Optax's clipping in front of it:
 
         tx = optax.chain(optax.clip_by_global_norm(threshold / W**0.5), jaxsparse.dgc(0.001), ...)
 
@@ -84,23 +70,8 @@ class _DGC(SystemOptions, TopK):
     so over the first four of about 80 epochs.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
-        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
-            rounding in the residual.
-        selection: the way in which a worker finds its entries. "sampled" is the paper's, and
-            `Sampled(samples=...)` sets the size of the sample. "fast", "exact" and "bisection" are
-            those of `top_k`.
-
-    Raises:
-        ValueError: settings out of range.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = dgc(0.001, axis_name=None)
-        >>> grads = {"kernel": jnp.ones((64, 64)).at[3].set(5.0), "bias": jnp.ones(64)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> jnp.count_nonzero(updates["kernel"], axis=1)[:5].tolist()
-        [0, 0, 0, 5, 0]
+        selection: see `top_k`. "sampled" is the paper's, and
+            `jaxsparse.select.Sampled(samples=...)` sets the size of the sample.
     """
 
     density: Density = 0.001
@@ -130,17 +101,6 @@ class _MSTopK(SystemOptions):
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
         passes: number of trial thresholds; see `jaxsparse.select.bisection_threshold`.
         codec: wire format of the messages.
-
-    Raises:
-        ValueError: settings out of range.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = ms_topk(0.001, axis_name=None)
-        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> updates["kernel"][-1, -3:].tolist()
-        [2045.0, 2046.0, 2047.0]
     """
 
     density: Density

@@ -18,13 +18,10 @@ from jaxsparse.systems.table import system
 class TrueTopK(Reducer):
     """The k largest coordinates of the mean gradient, with error feedback. It saves no bytes.
 
-    This is the ceiling for `sketched_sgd` at the same k (its section 4, remark 2). It shows how
-    training goes if the heavy coordinates are found for certain.
-
-    Momentum is masked at the coordinates that
-    the update changes (momentum factor masking).
-
-    It sums the whole vector, and delivers k coordinates of the sum.
+    It sums the whole vector, and delivers k coordinates of the sum. This is the ceiling for
+    `sketched_sgd` at the same k (its section 4, remark 2): how training goes if the heavy
+    coordinates are found for certain. Momentum is masked at the coordinates that the update
+    changes.
 
     Args:
         k: number of coordinates of the whole tree that a step updates.
@@ -41,12 +38,10 @@ class TrueTopK(Reducer):
         return tuple(TrueTopK(max(1, k)) for k in split_evenly(self.k, sizes))
 
     def init(self, size: int) -> Any:
-        """No state."""
         select.check_k(self.k, size)
         return ()
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        """See `Reducer`."""
         return keep_rest(x, select.threshold_top_k(wire.psum(x, axis_name), self.k), state)
 
 

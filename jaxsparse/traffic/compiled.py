@@ -29,9 +29,9 @@ def wire_bytes(
 ) -> WireBytes:
     """Counts the bytes that a compiled program moves between workers.
 
-    It reports two numbers and never mixes them. *Payload* is the size of the operands that one
-    device hands to a collective. *Received* is the number of bytes that arrive at one device if the
-    collective runs the bandwidth-optimal way, for n operand bytes in a group of W devices:
+    *Payload* is the size of the operands that one device hands to a collective. *Received* is the
+    number of bytes that arrive at one device if the collective runs the bandwidth-optimal way, for
+    n operand bytes in a group of W devices:
 
     ==================== =================================================================
     all-reduce           2 (W-1)/W n, as a ring
@@ -44,39 +44,32 @@ def wire_bytes(
     ==================== =================================================================
 
     Both are the maximum over devices, for each collective by itself. If two partial permutations
-    use different devices, the totals bound the busiest device from above. A group of one device
-    costs 0. A `while` loop multiplies by its trip count. An asynchronous start and its done count
-    once. The dearest branch of a conditional counts; `WireBytes.conditionals` has all branches.
+    use different devices, the totals bound the busiest device from above. A `while` loop multiplies
+    by its trip count. The dearest branch of a conditional counts; `WireBytes.conditionals` has all
+    branches.
 
     The numbers are those of the compiled program, and can differ from those of the source: XLA may
     combine, split, hoist or drop collectives, and widens some types. On CPU a bf16 collective
-    travels as f32 and an int4 one as int8, and is reported so. The layout in the HLO says whether
-    sub-byte types are packed. Communication inside custom calls is invisible. Under `jax.vmap`
-    there is no communication.
+    travels as f32 and an int4 one as int8, and is reported so. Communication inside custom calls is
+    invisible. Under `jax.vmap` there is no communication.
 
-    With `mesh`, the bytes are also split by mesh axis, for any program that runs on the mesh. This
-    includes collectives of the source and those that XLA inserts. If `moved` is the result,
-    `moved.across("hosts")` has the bytes that cross the axis, and `moved.within("hosts")` the rest.
-    The printed table has a total for each set of axes. `WireBytes` says how a collective over
-    several axes counts.
+    With `mesh`, the bytes are also split by mesh axis, for any program that runs on the mesh. If
+    `moved` is the result, `moved.across("hosts")` has the bytes that cross the axis, and
+    `moved.within("hosts")` the rest.
 
     Args:
-      program: a `jax.stages.Compiled`, a `jax.stages.Lowered`, a function that `jax.jit`,
-        `nnx.jit` or `equinox.filter_jit` made, or the text of the compiled HLO.
-      *args: arguments (or `jax.ShapeDtypeStruct` with shardings) for lowering, if `program` is a
-        function.
-      mesh: the mesh that the program runs on. The order of its devices must be that of the program
-        if `program` is text, or if neither inputs nor outputs have a `NamedSharding`.
-      **kwargs: as `args`. Lower a function first if it takes a keyword argument `mesh` itself.
-
-    Returns:
-      The collectives, the conditionals and their totals, in bytes for one run.
+        program: a `jax.stages.Compiled`, a `jax.stages.Lowered`, a function that `jax.jit`,
+            `nnx.jit` or `equinox.filter_jit` made, or the text of the compiled HLO.
+        *args: arguments (or `jax.ShapeDtypeStruct` with shardings) for lowering, if `program` is a
+            function.
+        mesh: the mesh that the program runs on. The order of its devices must be that of the
+            program if `program` is text, or if neither inputs nor outputs have a `NamedSharding`.
+        **kwargs: as `args`. Lower a function first if it takes a keyword argument `mesh` itself.
 
     Raises:
-      ValueError: XLA does not write the trip count of a loop that communicates, a collective has
-        an unknown form, or the program does not run on the devices of `mesh`. Custom calls apart,
-        nothing is silently left out.
-      TypeError: `program` is none of the above, or `mesh` is no mesh.
+        ValueError: XLA does not write the trip count of a loop that communicates, a collective has
+            an unknown form, or the program does not run on the devices of `mesh`. Custom calls
+            apart, nothing is silently left out.
 
     >>> text = '''
     ... HloModule tiny, num_partitions=4
@@ -85,18 +78,10 @@ def wire_bytes(
     ...   ROOT %g = f32[40]{0} all-gather(%x), replica_groups=[1,4]<=[4], dimensions={0}
     ... }
     ... '''
-    >>> moved = wire_bytes(text)
+    >>> moved = wire_bytes(text, mesh=AbstractMesh((2, 2), ("hosts", "fsdp")))
     >>> moved.payload, moved.received, moved.rounds
     (40, 120, 1)
     >>> print(moved)
-    collective  count  W  payload B  received B  operands  from
-    all-gather      1  4         40         120  f32[10]   g
-    total           1            40         120
-
-    On a mesh of two hosts with two devices each, all of that crosses hosts:
-
-    >>> mesh = AbstractMesh((2, 2), ("hosts", "fsdp"))
-    >>> print(wire_bytes(text, mesh=mesh))
     collective  axes         count  W  payload B  received B  operands  from
     all-gather  hosts, fsdp      1  4         40         120  f32[10]   g
     total       hosts, fsdp      1            40         120
@@ -118,26 +103,17 @@ def crossing(
 
     It is for messages that name them: `str(collective)` is one line. It lists each collective once,
     in every branch and in loops of any length, where `wire_bytes` would need the number of trips.
-
-    XLA combines collectives of one kind. This function lists only those operands of a combined
-    collective whose own name lies outside the scope, and counts only their bytes.
+    Each `count` is 1.
 
     Args:
-      program: as in `wire_bytes`.
-      *args: as in `wire_bytes`.
-      axis_name: an axis of the mesh. A collective crosses it if two members of one of its groups
-        differ along it.
-      mesh: as in `wire_bytes`.
-      outside: a `jax.named_scope`. Collectives with this text in their `op_name` are left out.
-      **kwargs: as `args`.
-
-    Returns:
-      The collectives in the compiled order. Each `count` is 1, however often the collective runs.
-
-    Raises:
-      ValueError: a collective has an unknown form, or the program does not run on the devices of
-        `mesh`, or `mesh` has no such axis.
-      TypeError: as in `wire_bytes`.
+        program: see `wire_bytes`.
+        *args: see `wire_bytes`.
+        axis_name: an axis of the mesh. A collective crosses it if two members of one of its groups
+            differ along it.
+        mesh: see `wire_bytes`.
+        outside: a `jax.named_scope`. Collectives with this text in their `op_name` are left out,
+            and so are such operands of a collective that XLA combined from several.
+        **kwargs: see `wire_bytes`.
 
     >>> text = '''
     ... HloModule tiny, num_partitions=4
@@ -190,12 +166,7 @@ def _read(
 def _places(
     module: hlo.Module, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh | None
 ) -> Places | None:
-    """The places of a program's workers in the mesh.
-
-    Raises:
-      ValueError: the program does not run on the devices of the mesh.
-      TypeError: `mesh` is no mesh.
-    """
+    """The places of a program's workers in the mesh."""
     if mesh is None:
         return None
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -356,11 +327,7 @@ class _Reader:
 
 
 def _communicates(instruction: hlo.Instruction) -> str:
-    """The opcode without `-start`; an empty string for the rest of an asynchronous operation.
-
-    Raises:
-      ValueError: it communicates in a way that is not understood.
-    """
+    """The opcode without `-start`; an empty string for the rest of an asynchronous operation."""
     opcode = instruction.opcode.removesuffix("-start")
     if opcode.endswith(("-done", "-update")):
         return ""

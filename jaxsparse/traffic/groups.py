@@ -1,13 +1,10 @@
 """The groups of workers that talk in a collective, and the mesh axes that they cross.
 
 XLA prints the groups of a collective in four forms. The ids in them are replicas, partitions, or
-both flattened into one number, by rules that differ between opcodes. Here all of them become
-lists of workers. A worker is `replica * partitions + partition`, which is its place in the order of
-the program's devices. JAX makes one replica and a partition for each device of a mesh, in the order
-of `mesh.devices.flat`.
-
-Names of axes in the HLO text are XLA's. They may differ from those of the mesh (XLA merges
-neighbouring axes, and calls them `axis_0`), so only workers count.
+both flattened into one number, by rules that differ between opcodes. Here all become lists of
+workers. A worker is `replica * partitions + partition`, its place in the order of the program's
+devices. JAX makes one replica and a partition for each device of a mesh, in the order of
+`mesh.devices.flat`. XLA's names of axes may differ from those of the mesh, so only workers count.
 """
 
 from __future__ import annotations
@@ -42,12 +39,7 @@ _WHOLE_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Places:
-    """The places of a program's workers in a mesh.
-
-    Attributes:
-      axis_names: the axes of the mesh.
-      coordinates: integers of shape (axes, workers): the coordinates of each worker.
-    """
+    """The places of a program's workers in a mesh: their coordinates along each axis."""
 
     axis_names: tuple[str, ...]
     coordinates: np.ndarray
@@ -71,16 +63,8 @@ def row_major(extents: dict[str, int]) -> Places:
 def groups_of(instruction: hlo.Instruction, module: hlo.Module) -> list[list[int]]:
     """The workers of each group of a collective.
 
-    Args:
-      instruction: a collective, or its start.
-      module: its module, for the numbers of replicas and partitions.
-
-    Returns:
-      A list of workers for each group that has members. For a collective-permute, each pair of a
-      source and a target whose data leave the worker.
-
-    Raises:
-      ValueError: the groups are absent or have an unknown form.
+    Of a collective-permute, they are the pairs of a source and a target whose data leave the
+    worker. Raises ValueError if the groups are absent or have an unknown form.
     """
     op = instruction.opcode.removesuffix("-start")
     has_channel = "channel_id=" in instruction.structure
@@ -177,11 +161,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _moved_pairs(instruction: hlo.Instruction) -> list[list[int]]:
-    """Pairs [source, target] of a collective-permute whose data leaves the worker.
-
-    Raises:
-      ValueError: the instruction has no `source_target_pairs`, or moves slices of its operands.
-    """
+    """Pairs [source, target] of a collective-permute whose data leaves the worker."""
     match = _PAIRS.search(instruction.structure)
     if not match or "slice_sizes=" in instruction.structure:
         raise ValueError(

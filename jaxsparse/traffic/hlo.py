@@ -27,13 +27,7 @@ _CALLEES = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array of an HLO type.
-
-    Attributes:
-      dtype: XLA's name, for example `bf16` or `pred`.
-      dims: the extent of each dimension. A bounded dynamic dimension has its bound.
-      bits: number of bits of one element in memory.
-    """
+    """One array of an HLO type. `dtype` is XLA's name; an element has `bits` in memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -41,7 +35,6 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the whole array, rounded up."""
         return -(-math.prod(self.dims) * self.bits // 8)
 
     def __str__(self) -> str:
@@ -52,12 +45,8 @@ class Shape:
 class Instruction:
     """One line of HLO, split but not interpreted.
 
-    Attributes:
-      name: the name without the leading `%`.
-      type: the result's type, as printed.
-      opcode: the opcode, for example `all-reduce-start`.
-      arguments: the text between the parentheses, split at its commas.
-      attributes: the text behind the closing parenthesis.
+    `type` is the result's, as printed. `arguments` is the text between the parentheses, split at
+    its commas, and `attributes` the text behind them.
     """
 
     name: str
@@ -83,7 +72,6 @@ class Instruction:
         return re.sub(r"\\(.)", r"\1", match[1][1:-1]) if match else ""
 
     def flag(self, name: str) -> bool:
-        """Whether the attribute `name=true` is present."""
         return re.search(rf"\b{name}=true\b", self.structure) is not None
 
     @functools.cached_property
@@ -102,11 +90,7 @@ class Computation:
     root: Instruction
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """The arrays that `instruction` takes, with tuples flattened.
-
-        Raises:
-          ValueError: an operand has no known type.
-        """
+        """The arrays that `instruction` takes, with tuples flattened."""
         shapes: list[Shape] = []
         for name, argument in zip(instruction.operands, instruction.arguments):
             made_by = self.instructions.get(name)
@@ -161,15 +145,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled module.
-
-    Attributes:
-      computations: the computations by name.
-      entry: name of the entry computation.
-      replicas: `replica_count` of the header, 1 if it has none.
-      partitions: `num_partitions` of the header, 1 if it has none.
-      frames: file and line of each stack frame that instructions refer to by its number.
-    """
+    """A compiled module. `frames` has file and line of each stack frame, by its number."""
 
     computations: dict[str, Computation]
     entry: str
@@ -180,8 +156,8 @@ class Module:
     def source(self, instruction: Instruction) -> str:
         """The innermost file and line that an instruction stems from, or an empty string.
 
-        The metadata say it, or refer to a table of stack frames before the first computation; XLA
-        versions differ in that.
+        XLA versions differ in whether the metadata say it, or refer to a table before the
+        computations.
         """
         if frame := re.search(r"\bstack_frame_id=(\d+)", instruction.structure):
             return self.frames.get(frame[1], "")
@@ -191,20 +167,7 @@ class Module:
 
 
 def parse_type(text: str) -> tuple[Shape, ...]:
-    """Splits a printed HLO type into its arrays.
-
-    Args:
-      text: for example `(f32[8]{0}, s4[3]{0:E(4)})`.
-
-    Returns:
-      One `Shape` an array. Tokens and opaque values are left out, because they have no bytes.
-
-    Raises:
-      ValueError: an element type or a dimension is not known.
-
-    >>> [(str(shape), shape.nbytes) for shape in parse_type("(f32[2,3]{1,0}, s4[3]{0:E(4)})")]
-    [('f32[2,3]', 24), ('s4[3]', 2)]
-    """
+    """Splits a printed HLO type into its arrays. Tokens and opaque values have no bytes."""
     return tuple(
         _shape(*leaf) for leaf in _LEAF.findall(text) if leaf[0] not in ("token", "opaque")
     )
@@ -230,17 +193,7 @@ def _shape(dtype: str, dims: str, layout: str) -> Shape:
 
 
 def parse(text: str) -> Module:
-    """Reads one compiled HLO module.
-
-    Args:
-      text: result of `jax.stages.Compiled.as_text()`.
-
-    Returns:
-      The module.
-
-    Raises:
-      ValueError: the text is not exactly one complete HLO module.
-    """
+    """Reads the text of one compiled HLO module."""
     headers = re.findall(r"^HloModule .*$", text, re.MULTILINE)
     if len(headers) != 1:
         raise ValueError(

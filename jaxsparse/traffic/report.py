@@ -22,37 +22,29 @@ RECEIVED: dict[str, Callable[[int], float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction of the compiled program.
+    """One collective instruction of the compiled program."""
 
-    Attributes:
-      op: the HLO opcode without `-start`, for example `all-reduce`.
-      name: the instruction's name in the HLO.
-      shapes: its operands as XLA prints them, for example `("f32[128]", "s32[]")`.
-      results: its results, printed the same way.
-      group_size: number of workers in its largest group. For a permutation, number of workers that
-        send or receive.
-      payload_bytes: bytes of the operands that one device hands over in one execution. The maximum
-        over devices; 0 in a group of one.
-      received_bytes: bytes that arrive at one device in one execution, by the formulas of
-        `wire_bytes`. The maximum over devices.
-      count: executions in one run of the program, from the trip counts of the loops around it.
-      op_name: JAX's name stack, for example `jit(step)/shard_map/psum`. It may be empty. XLA may
-        give a collective that moves an argument that argument's name, for example `w['kernel']`.
-      axes: the mesh axes along which members of one group differ, in the mesh's order. Empty for
-        groups of one, and if the mesh was not given.
-      source: file and line of the Python code that it stems from, as far as XLA kept them.
-    """
-
-    op: str
-    name: str
+    op: str  #: the HLO opcode without `-start`, for example `all-reduce`
+    name: str  #: the instruction's name in the HLO
+    #: its operands as XLA prints them, for example `("f32[128]", "s32[]")`
     shapes: tuple[str, ...]
+    #: number of workers in its largest group. For a permutation, number of workers that send or
+    #: receive.
     group_size: int
+    #: bytes of the operands that one device hands over in one execution. The maximum over devices;
+    #: 0 in a group of one.
     payload_bytes: int
-    received_bytes: float
+    received_bytes: float  #: bytes that arrive at one device in one execution, see `wire_bytes`
+    #: executions in one run of the program, from the trip counts of the loops around it
     count: int = 1
+    #: JAX's name stack, for example `jit(step)/shard_map/psum`. It may be empty. XLA may give a
+    #: collective that moves an argument that argument's name, for example `w['kernel']`.
     op_name: str = ""
+    #: the mesh axes along which members of one group differ, in the mesh's order. Empty for groups
+    #: of one, and if the mesh was not given.
     axes: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()  #: its results, printed the same way
+    #: file and line of the Python code that it stems from, as far as XLA kept them
     source: str = ""
 
     @property
@@ -73,20 +65,14 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Conditional:
-    """A `lax.cond` or `lax.switch` with at least one branch that communicates.
+    """A `lax.cond` or `lax.switch` with at least one branch that communicates."""
 
-    Attributes:
-      name: the instruction's name in the HLO.
-      count: number of executions in one run of the program.
-      branches: the bytes of each branch if all `count` executions take it, in the order of
-        `lax.switch`. For a `lax.cond`, `branches[0]` is the false and `branches[1]` the true one.
-      op_name: JAX's name stack. It may be empty.
-    """
-
-    name: str
-    count: int
+    name: str  #: the instruction's name in the HLO
+    count: int  #: number of executions in one run of the program
+    #: the bytes of each branch if all `count` executions take it, in the order of `lax.switch`. For
+    #: a `lax.cond`, `branches[0]` is the false and `branches[1]` the true one.
     branches: tuple[WireBytes, ...]
-    op_name: str = ""
+    op_name: str = ""  #: JAX's name stack. It may be empty.
 
     @functools.cached_property
     def dearest(self) -> int:
@@ -109,9 +95,9 @@ class WireBytes:
     worker that is at most all.
 
     Attributes:
-      parts: every collective and every outermost conditional that communicates, in the compiled
-        order. Inner conditionals are in the branches of outer ones.
-      axis_names: the axes of the mesh. Empty if the mesh is not known.
+        parts: every collective and every outermost conditional that communicates, in the compiled
+            order. Inner conditionals are in the branches of outer ones.
+        axis_names: the axes of the mesh. Empty if the mesh is not known.
     """
 
     parts: tuple[Collective | Conditional, ...] = ()
@@ -142,10 +128,7 @@ class WireBytes:
 
     @property
     def received(self) -> float:
-        """Bytes that one device receives in one run.
-
-        It may not be a whole number, because the formulas divide evenly among W workers.
-        """
+        """Bytes that one device receives in one run; maybe no whole number, as of 2 (W-1)/W n."""
         return sum(c.count * c.received_bytes for c in self.collectives)
 
     @property
@@ -157,10 +140,10 @@ class WireBytes:
     def usual(self) -> WireBytes:
         """The same bytes with the cheapest branch of every conditional in place of the dearest.
 
-        Most reducers branch if they do more in some steps, so most steps take the cheapest branch.
-        Received bytes decide which is cheapest and dearest. SparDL's "bruck" is another case: its
-        branches are messages of different sizes, of which its h chooses. The cheapest is the least
-        that it may send, and a step sends more.
+        Most reducers branch if they do more in some steps, so most steps take the cheapest branch,
+        in received bytes. SparDL's "bruck" is another case: its branches are messages of different
+        sizes, of which its h chooses. The cheapest is the least that it may send, and a step sends
+        more.
         """
         parts: list[Collective | Conditional] = []
         for part in self.parts:
@@ -174,14 +157,7 @@ class WireBytes:
     def across(self, axis_name: str) -> WireBytes:
         """The bytes of the collectives that cross a mesh axis, such as those between hosts.
 
-        A collective crosses an axis if two members of one of its groups differ along it. In a
-        conditional, the branch that is dearest across this axis counts.
-
-        Args:
-          axis_name: an axis of the mesh.
-
-        Raises:
-          ValueError: the mesh is not known, or has no such axis.
+        In a conditional, the branch that is dearest across this axis counts.
         """
         check_axis(self.axis_names, axis_name)
         return self._only(lambda c: axis_name in c.axes)
@@ -191,23 +167,13 @@ class WireBytes:
 
         Without conditionals, `across` and `within` add up to the whole. With them, each counts the
         branch that is dearest for itself.
-
-        Args:
-          axis_name: an axis of the mesh.
-
-        Raises:
-          ValueError: the mesh is not known, or has no such axis.
         """
         check_axis(self.axis_names, axis_name)
         return self._only(lambda c: axis_name not in c.axes)
 
     @property
     def by_axes(self) -> dict[tuple[str, ...], WireBytes]:
-        """The bytes by the set of axes that a collective crosses; each collective is in one set.
-
-        Raises:
-          ValueError: the mesh is not known.
-        """
+        """The bytes by the set of axes that a collective crosses; each collective is in one set."""
         check_axis(self.axis_names)
         found = {c.axes for c in self._every() if c.axes}
         order = sorted(found, key=lambda axes: [self.axis_names.index(axis) for axis in axes])
@@ -239,7 +205,6 @@ class WireBytes:
                 yield part
 
     def __str__(self) -> str:
-        """A row for each collective, then the totals: of each set of axes if there are several."""
         header = ["collective", "axes", "count", "W", "payload B", "received B", "operands", "from"]
         rows = [header, *map(_row, self.collectives)]
         if has_axes := len(self.axis_names) > 1:

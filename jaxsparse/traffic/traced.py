@@ -44,8 +44,7 @@ def traced_bytes(
     """Counts the bytes that an exchange among any number of workers will move, without compiling.
 
     It traces the exchange for `workers` workers, which takes neither devices nor memory, and reads
-    the collectives from the traced program. It counts as `wire_bytes` does: payload and received
-    bytes of one worker, scans times their lengths, and the dearest branch of each conditional.
+    the collectives from the traced program. It counts as `wire_bytes` does.
 
     The numbers are those of the program as written. The compiled program can differ: XLA may
     combine collectives of one kind, which makes fewer rounds of the same bytes, may remove needless
@@ -62,21 +61,15 @@ def traced_bytes(
         axis_name: the axis that a reducer exchanges over. The axes that a transformation or
             function names must be this one, or axes of the mesh.
 
-    Returns:
-        The collectives, the conditionals and their totals, in bytes for one exchange, also by mesh
-        axis.
-
     Raises:
-        ValueError: a setting is out of range, an exchange with permutations has more than 8,192
-            workers along an axis, the axis is not that of the transformation, a loop
-            that communicates has no static length, or a primitive that names the axis is unknown.
-        TypeError: `exchange` is none of the three.
+        ValueError: an exchange with permutations has more than 8,192 workers along an axis, the
+            axis is not that of the transformation, a loop that communicates has no static length,
+            or a primitive that names the axis is unknown.
 
-    Example:
-        >>> from jaxsparse.systems import TopK
-        >>> moved = traced_bytes(TopK(density=0.01), 1_000_000, workers=1024)
-        >>> moved.payload, moved.received
-        (80000, 81840000)
+    >>> from jaxsparse.systems import TopK
+    >>> moved = traced_bytes(TopK(density=0.01), 1_000_000, workers=1024)
+    >>> moved.payload, moved.received
+    (80000, 81840000)
     """
     extents = _extents(workers, axis_name)
     run: Callable[[Any, Any], Any]
