@@ -7,7 +7,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import matplotlib.image
 import numpy as np
 import pytest
 import reference_sketch as reference
@@ -386,9 +385,9 @@ def benchmark(*flags, cwd):
 
 
 @pytest.mark.slow
-def test_it_trains_and_draws(tmp_path):
-    flags = ["--steps", 2, "--seeds", 0, "--ratios", 0.5, 9, "--rates", 0.1, "--blocks"]
-    benchmark(*flags, "--figure", "drawn.png", "--json", "result.json", cwd=tmp_path)
+def test_it_trains(tmp_path):
+    flags = ["--steps", 2, "--seeds", 0, "--ratios", 0.5, 9, "--blocks"]
+    benchmark(*flags, "--json", "result.json", cwd=tmp_path)
     rows = json.loads((tmp_path / "result.json").read_text())["results"]
     assert [(row["sizing"], row["words"]) for row in rows] == [
         ("dense", 25856),
@@ -402,11 +401,10 @@ def test_it_trains_and_draws(tmp_path):
         ("random, local", 408),
         ("local, exact", 6528),
     ]
-    assert matplotlib.image.imread(tmp_path / "drawn.png").size
 
 
 @pytest.mark.slow
-def test_words_received_are_those_of_compiled_programs_of_many_workers(tmp_path):
+def test_words_received_are_those_of_programs_of_many_workers(tmp_path):
     """Of 2^20 elements, at 1/32."""
     printed = benchmark("--received", 2, 16, cwd=tmp_path).splitlines()
     columns = ("union", "local", "omni_reduce", "sparse_all_gather", "dense")

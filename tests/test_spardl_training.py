@@ -145,10 +145,9 @@ def test_packed_messages_halve_the_words_and_train_as_well(tmp_path):
 
 @pytest.mark.slow
 def test_entries_after_the_gather_settle_at_what_is_wanted(tmp_path):
-    flags = ["--seeds", 0, "--densities", 0.05, "--figure", "a/b.png"]
+    flags = ["--seeds", 0, "--densities", 0.05]
     (run,) = benchmark("entries", *flags, cwd=tmp_path)
     entries, wanted, h = np.array(run["entries"]), run["wanted"], run["h"]
-    assert (tmp_path / "a/b.png").stat().st_size > 10_000
     assert entries[0] < 0.6 * wanted  # h begins as if teams did not overlap, but these do
     assert np.abs(entries[10:].mean() / wanted - 1) < 0.05
     assert np.abs(entries[10:] / wanted - 1).max() < 0.3
