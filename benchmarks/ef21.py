@@ -1,7 +1,6 @@
 """EF21-SGDM beside classic error feedback: logistic regression on digits, batches of one or of all.
 
     python benchmarks/ef21.py
-    python benchmarks/ef21.py --figure benchmarks/figures/ef21.png
     python benchmarks/ef21.py --drop 0.1 --rates 0.1 --batches 1    # a lower rate from mid-run on
 
 Each of ten simulated workers has digits of its own, sorted by label, so that the workers' gradients
@@ -13,7 +12,6 @@ downloaded.
 """
 
 import argparse
-import importlib
 import statistics
 import sys
 from pathlib import Path
@@ -31,7 +29,7 @@ from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import TopK
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-digits: Any = importlib.import_module("digits")
+import digits
 
 CLASSES = 10
 
@@ -128,27 +126,6 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(aligned(cells, right=range(1, len(cells[0]))))
 
 
-def draw(found: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), dpi=80, layout="constrained")
-    panels = figure.subplots(1, len(args.batches), squeeze=False)[0]
-    steps = np.arange(1, args.points + 1) * (args.steps // args.points)
-    rate = args.rates[-1]
-    for axes, batch in zip(panels, args.batches):
-        shown = [run for run in found if (run["batch"], run["rate"]) == (batch, rate)]
-        for i, run in enumerate(shown):
-            norms = np.array(run["norms"])
-            axes.plot(steps, np.median(norms, axis=0), color=f"C{i}", label=run["name"])
-            band = norms.min(axis=0), norms.max(axis=0)
-            axes.fill_between(steps, *band, color=f"C{i}", alpha=0.2, linewidth=0)
-        axes.set(yscale="log", xlabel="steps", title=f"{name_of(batch)}, rate {rate:g}")
-    panels[0].set_ylabel("norm of the full gradient")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    args.figure.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -164,7 +141,6 @@ def main() -> None:
     add("--drop", type=float, default=1.0, help="times the rate in the second half of a run")
     add("--l2", type=float, default=0.01)
     add("--seeds", type=int, default=5)
-    add("--figure", type=Path, metavar="PNG")
     add("--json", metavar="FILE")
     args = parser.parse_args()
     where = timing.where()
@@ -178,8 +154,6 @@ def main() -> None:
                 ends = (f"{end:.2g}" for end in sorted(floors(runs)))
                 print(name_of(batch), rate, name, *ends, flush=True)
     print(table(found))
-    if args.figure:
-        draw(found, args)
     given = {name: str(value) for name, value in vars(args).items()}
     timing.save({**where, **given, "rows": found}, args.json)
 

@@ -8,33 +8,29 @@
 14 simulated workers train a small MLP on scikit-learn's digits, as in benchmarks/spardl.py. Means
 and standard deviations are over seeds of initial weights and batches. Each row's rate is tuned by
 the rule of rates.py, from `--lr` on, by the mean training loss of all seeds. Words are those of
-compressed leaves that a worker receives in a step, read from a program compiled for 14 devices.
+compressed leaves that a worker receives in a step, read from a program traced for 14 devices.
 """
 
 import argparse
 import dataclasses
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import spardl
+from spardl import digits
 
 import jaxsparse
 from jaxsparse import error_feedback
-from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.quantize import QSGD, Format
 from jaxsparse.reducers.base import Conservation, Kept, Reducer, Sums, settle
 from jaxsparse.systems import SYSTEMS, Quantized
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.random_k import RandomK
 
-sys.path.insert(0, str(Path(__file__).parent))
-spardl: Any = importlib.import_module("spardl")
-digits = spardl.digits
 WORKERS = spardl.WORKERS
 
 
@@ -82,20 +78,9 @@ METHODS: dict[str, Any] = {
 
 
 def received_words(tx: optax.GradientTransformation, hidden: int) -> int:
-    """Words of compressed leaves that a worker receives in a step, as compiled for devices."""
-    mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices("cpu"))
-
-    def step(state: Any, batch: jax.Array) -> Any:
-        params, opt_state = state
-        grads = jax.tree.map(lambda p: p * batch.sum(), params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+    """Words of compressed leaves that a worker receives in a step, as traced for devices."""
     params = spardl.init(0, hidden)
-    state = jaxsparse.shard((params, tx.init(params)), WORKERS)
-    moved = jaxsparse.traffic.wire_bytes(
-        run_on_workers(step, mesh), state, jnp.ones(WORKERS)
-    ).received
+    moved = jaxsparse.traffic.traced_bytes(tx, params, WORKERS).received
     uncompressed = jaxsparse.layout.plan(params).dense_size + 1  # 1: the flag that all are finite
     return round(moved / 4 - 2 * (WORKERS - 1) / WORKERS * uncompressed)
 
@@ -124,7 +109,6 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", WORKERS)
     print(
         f"jax {jax.__version__}, {WORKERS} simulated workers, {args.steps} steps, rates from "
         f"{args.lr} on, momentum {args.momentum}, seeds {args.seeds}; words received"

@@ -2,7 +2,6 @@
 
     python benchmarks/sparcml_order.py
     python benchmarks/sparcml_order.py --latency 1.5e-6 --bandwidth 1e10  # near the paper's Aries
-    python benchmarks/sparcml_order.py --figure benchmarks/figures/sparcml_order.png
     python benchmarks/sparcml_order.py --measured benchmarks/cluster/sparcml.json
 
 Times are those of the alpha-beta model, without sums and selections: rounds times latency, plus
@@ -18,7 +17,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -200,14 +199,6 @@ def show_differences(link: Link, table: list[Cell]) -> list[dict[str, Any]]:
             f"{min(c.density for c in where):.2%} to {max(c.density for c in where):.2%}; words "
             f"over published: {room(here, where)} and {room(there, where)}"
         )
-    print(
-        "  Messages are as long as the room in them: recursive_double and ring have room for\n"
-        "  disjoint supports. The second half of split_allgather has --union-factor times the\n"
-        "  room for random supports, and what exceeds it stays in the residual. The first half of\n"
-        "  both split algorithms has room for the most entries that a range can have of its\n"
-        "  groups. No message is longer than a dense one, here, which in the paper's\n"
-        "  SSAR_Split_allgather they can be."
-    )
     return differences
 
 
@@ -292,11 +283,6 @@ def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
         marks = "        ".join("yes" if found[which] else "NO " for which in found)
         print(f"  {marks}  {text}")
         results.append({"statement": text, **found})
-    print(
-        "  A ring has the most rounds and no fewer words than others, so in the model it is never\n"
-        "  first. The paper's times include sums and copies, which the model leaves out, and\n"
-        "  which may also turn the last statement round (benchmarks/results/sparcml.md)."
-    )
     return results
 
 
@@ -349,37 +335,6 @@ def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def draw(link: Link, args: argparse.Namespace) -> None:
-    """Draws the two panels of figure 3."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.2), dpi=80, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    some = min(args.workers, key=lambda W: abs(W - 8))
-
-    def lines(axes: Any, places: Sequence[float], at: Callable[[float], tuple[int, int]]) -> None:
-        for color, name in enumerate(PUBLISHED):
-            for style, model in (("-", library), (":", published)):
-                times = []
-                for place in places:
-                    k, workers = at(place)
-                    given: Any = args if model is library else args.size
-                    times.append(model(k, given, workers)[name].seconds(link))
-                label = PUBLISHED[name] if style == "-" else None
-                axes.plot(places, times, style, color=f"C{color}", label=label, marker=".")
-
-    lines(left, args.workers, lambda W: (round(DAINT * args.size), int(W)))
-    percent = [100 * density for density in args.densities]
-    lines(right, percent, lambda share: (max(1, round(share / 100 * args.size)), some))
-    left.set(xscale="log", yscale="log", xlabel="workers", ylabel="seconds, by the model")
-    left.set_title(f"density {DAINT:.3%}", fontsize=10)
-    right.set(xscale="log", xlabel="density, %")
-    right.set_title(f"{some} workers; dotted: published, uniform indices", fontsize=10)
-    left.legend(fontsize=8)
-    args.figure.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.figure)
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -394,7 +349,6 @@ def parse_args() -> argparse.Namespace:
     add("--densities", type=float, nargs="+", default=densities, help="shares, not per cent")
     add("--union-factor", type=factor, default=1.0, help="of SparCML, or none")
     add("--measured", type=Path, metavar="JSON", help="times to compare the model with")
-    add("--figure", type=Path, metavar="PNG", help="also draw the paper's two panels")
     add("--json", metavar="FILE", help="also write all results here")
     args = parser.parse_args()
     if min(args.workers) < 2 or not all(0 < density <= 1 for density in args.densities):
@@ -413,8 +367,6 @@ def main() -> None:
     found["reversed"] = show_differences(link, table)
     if args.measured:
         found["measured"] = compare(link, args)
-    if args.figure:
-        draw(link, args)
     found["cells"] = [cell._asdict() for cell in table]
     found["arguments"] = {name: str(value) for name, value in vars(args).items()}
     save(found, args.json)

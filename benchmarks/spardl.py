@@ -2,7 +2,7 @@
 
     python benchmarks/spardl.py residuals
     python benchmarks/spardl.py codecs --seeds 0 1 2
-    python benchmarks/spardl.py entries --figure benchmarks/figures/bsag_entries.png
+    python benchmarks/spardl.py entries
     python benchmarks/spardl.py teams --workers 3 5 6 7 14 --seeds 0 1 2
 
 `residuals` compares the rules for residuals, by the outcome of training and by what leaks at each
@@ -14,14 +14,13 @@ of coordinates drawn at random as one team sends: the control that a method must
 downloaded, and one device plays all workers. Means and standard deviations are over seeds of
 initial weights and batches. Each row's rate is tuned by the rule of rates.py, from `--lr` on, by
 the mean training loss of all seeds. Leaks and h are followed at `--lr`. Words are those of
-compressed leaves that a worker sends in a step, read from a program compiled for as many devices.
+compressed leaves that a worker sends in a step, read from a program traced for as many devices.
 For B-SAG they are the most that it may send, and `teams` also prints those at the last h.
 """
 
 import argparse
 import datetime
 import functools
-import importlib
 import json
 import math
 import statistics
@@ -43,13 +42,14 @@ from jaxsparse.arrays.stream import to_dense
 from jaxsparse.collectives import spardl as collectives
 from jaxsparse.collectives.spardl import spar_reduce_scatter
 from jaxsparse.comm.wire import Group
-from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Kept, Sums, settle
 from jaxsparse.select.selection import SELECTORS
 from jaxsparse.systems import SparDL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-digits: Any = importlib.import_module("digits")
+import digits
+
+from jaxsparse.outer.parallel import run_on_workers
 
 WORKERS = 14
 
@@ -106,7 +106,7 @@ class Outcome(NamedTuple):
     train_loss: list[float]  # over the whole training set
     accuracy: list[float]  # on the test set, in [0, 1]
     h: list[float]  # B-SAG's h after the last step, or 0
-    words: int  # most words of compressed leaves that a worker sends in a step, as compiled
+    words: int  # most words of compressed leaves that a worker sends in a step
     rounds: int  # number of exchanges, without the one of dense leaves
 
 
@@ -139,14 +139,8 @@ def train(
         (state,) = getattr(opt_state[0], "reducers", None) or ((),)
         return loss_of(params, train_set), jnp.mean(right), getattr(state, "h", jnp.float32(0))
 
-    # One device sends nothing. The words are read from a program that is compiled for as many
-    # devices and never run.
-    mesh = jax.make_mesh((workers,), ("data",), devices=jax.devices("cpu")[:workers])
-    on_mesh = run_on_workers(step, mesh)
-    one = jax.tree.map(lambda x: x[0], batches(args, 0, workers))
-    jax.config.update("jax_disable_most_optimizations", True)  # compiles sooner, to the same bytes
-    sent = jaxsparse.traffic.wire_bytes(on_mesh, create(0, args.lr), one)
-    jax.config.update("jax_disable_most_optimizations", False)
+    # One device sends nothing. The words are those of a program that is traced for as many.
+    sent = jaxsparse.traffic.traced_bytes(method, init(0, args.hidden), workers)
 
     @functools.cache
     def results(rate: float) -> list[tuple[float, ...]]:
@@ -315,8 +309,6 @@ def follow_entries(args: argparse.Namespace) -> list[dict[str, Any]]:
             )
             run = {"density": density, "seed": seed, "wanted": k}
             results.append(run | {name: x.tolist() for name, x in trace._asdict().items()})
-    if args.figure:
-        draw(results, args)
     return results
 
 
@@ -356,39 +348,6 @@ def compare_teams(args: argparse.Namespace) -> list[dict[str, Any]]:
         more = f" {'':>6} {blind.rounds:>6}"
         results.append(show(f"W = {workers}, random", blind, more) | {"workers": workers})
     return results
-
-
-def draw(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4.5), dpi=80, layout="constrained")
-    upper, lower = figure.subplots(2, sharex=True)
-    for result in results:
-        if result["seed"] != args.seeds[0]:
-            continue
-        k, steps = result["wanted"], range(1, args.steps + 1)
-        label = f"density {result['density']:g}, L = {k}"
-        upper.plot(steps, np.array(result["entries"]) / k, linewidth=1, label=label)
-        lower.plot(steps, np.array(result["h"]) / k, linewidth=1)
-    upper.axhline(1, color="black", linewidth=1, linestyle=":")
-    lower.axhline(1 / args.teams, color="black", linewidth=1, linestyle=":")
-    upper.set(ylabel="entries after the gather / L", ylim=(0, None))
-    upper.set_title(
-        f"B-SAG: {WORKERS} workers in {args.teams} teams, seed {args.seeds[0]}", fontsize=10
-    )
-    lower.set(ylabel="h / L", xlabel="step", xlim=(1, args.steps), ylim=(0, None))
-    lower.annotate(
-        "fewest: 1 / teams",
-        (args.steps, 1 / args.teams),
-        ha="right",
-        va="top",
-        xytext=(-4, -4),
-        textcoords="offset points",
-        fontsize=8,
-    )
-    upper.legend(fontsize=8, loc="lower right")
-    args.figure.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.figure)
 
 
 def parse_args() -> argparse.Namespace:
@@ -436,14 +395,12 @@ def parse_args() -> argparse.Namespace:
     add("--teams", type=number(int, 2), default=7)
     add("--steps", type=number(int, 10), default=100)
     add("--batch-size", type=number(int, 1), default=560, help="of all workers together")
-    add("--figure", type=Path, metavar="PNG", help="also draw what is printed, step by step")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", WORKERS)
     size = ravel_pytree(init(0, args.hidden))[0].size
     where = {
         "jax": jax.__version__,
