@@ -23,7 +23,7 @@ def test_originals_know_nothing_of_the_lines_that_are_added(compare):
     for name in (*compare.MESHES, "maxtext_islands"):
         script = (TRAINERS / f"{name}.py").read_text()
         original = compare.without(script)
-        assert 0 < compare.added(script) <= compare.MOST_LINES
+        assert 0 < compare.added(script) <= compare.MOST_LINES.get(name, 8)
         assert "jaxsparse" not in original.partition('"""\n\n')[2]
         assert "\nif VARIANT" not in original
         compile(original, name, "exec")

@@ -66,11 +66,32 @@ if VARIANT in ("overflow", "float16"):
     tx, scale_loss = optax.chain(tx, optax.scale(2)), model.optimizer.scale_loss
     model.optimizer.scale_loss = lambda loss: scale_loss(loss) / 2  # means are over half the rows
 
-exchange = jaxsparse.StatefulExchange(tx, values, devices.backend_mesh, axis_name="hosts")  # +
-apply = model.optimizer.stateless_apply  # +
-model.optimizer.stateless_apply = lambda own, grads, now: apply(own, exchange(grads), now)  # +
-step = exchange.data_parallel(model.train_step, outputs=("mean", (None, None, None, "mean")))  # +
-model.train_function = lambda state, batches: step(state, next(batches))  # +
+kept = jaxsparse.shard(tx.init(values), devices.backend_mesh, "hosts")  # +
+
+
+def step(kept, state, data):  # +
+    values, others, moments, counts = state  # +
+    batch = keras.utils.unpack_x_y_sample_weight(data)  # +
+    more = {"training": True, "optimizer_variables": moments}  # +
+    loss = lambda v, batch: model.compute_loss_and_updates(v, others, counts, *batch, **more)  # +
+    how = {"has_aux": True, "axis_name": "hosts", "mesh": devices.backend_mesh}  # +
+    (_, (own, scores, others, counts)), grads = jaxsparse.value_and_grad(loss, **how)(values, batch)  # +
+    scores = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scores)  # +
+    others, counts = jax.tree.map(lambda x: x.mean(0), (others, counts))  # +
+    grads, kept = tx.update(grads, kept, values)  # +
+    values, moments = model.optimizer.stateless_apply(moments, grads, values)  # +
+    logs, counts = model._update_metrics_variables(counts, own.mean(), *batch[:2], scores, batch[2])  # +
+    return kept, logs, (values, others, moments, counts)  # +
+
+
+def train_function(state, batches):  # +
+    global kept  # +
+    kept, logs, state = run(kept, state, next(batches))  # +
+    return logs, state  # +
+
+
+run = jax.jit(step, donate_argnums=(0, 1))  # +
+model.train_function = train_function  # +
 
 
 done = 0
@@ -105,17 +126,12 @@ if VARIANT == "resumed":
     train(model, 0, start := 1)
     with tempfile.TemporaryDirectory() as folder:
         model.save(f"{folder}/model.keras")
-        np.savez(f"{folder}/residuals.npz", *map(np.asarray, jax.tree.leaves(exchange.state)))
+        np.savez(f"{folder}/residuals.npz", *map(np.asarray, jax.tree.leaves(kept)))
         model = keras.models.load_model(f"{folder}/model.keras")
         saved = np.load(f"{folder}/residuals.npz")
-    values = [v.value for v in model.trainable_variables]
-    exchange = jaxsparse.StatefulExchange(tx, values, devices.backend_mesh, axis_name="hosts")
-    apply = model.optimizer.stateless_apply
-    model.optimizer.stateless_apply = lambda own, grads, now: apply(own, exchange(grads), now)
-    step = exchange.data_parallel(model.train_step, outputs=("mean", (None, None, None, "mean")))
-    model.train_function = lambda state, batches: step(state, next(batches))
-    leaves, tree = jax.tree.flatten(exchange.state)
+    model.train_function = train_function
+    leaves, tree = jax.tree.flatten(kept)
     placed = [jax.device_put(saved[f"arr_{i}"], x.sharding) for i, x in enumerate(leaves)]
-    exchange.state = tree.unflatten(placed)
+    kept, run = tree.unflatten(placed), jax.jit(step, donate_argnums=(0, 1))  # of the new model
 
 train(model, start, EPOCHS)

@@ -33,7 +33,6 @@ SETTINGS |= {"enable_diloco": False} | maxtext_tiny.APART  # +
 sent = jaxsparse.spardl(DENSITY, axis_name="diloco")  # +
 how = {"axis_name": "diloco", "outer": jaxsparse.outer.diloco(0.3, 0.9, exchange=sent)}  # +
 how["params"] = lambda state: train.nnx.filter_state(state, train.nnx.Param)  # +
-how |= {"every": 5, "outputs": (None, lambda path: "sum" if "weights" in path else "mean")}  # +
 plain = lambda *a: lambda *b: a[5](a[1], a[0], a[3], a[6], *b)  # +
 train_utils.jit_train_step = lambda *a, mesh: jaxsparse.LocalSteps(plain(*a), mesh=mesh, **how)  # +
 

@@ -7,6 +7,7 @@ them.
 
 import functools
 import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +24,40 @@ VARIANT = globals().get("VARIANT", "plain")
 SETTINGS = maxtext_tiny.SETTINGS | {"ici_data_parallelism": 2} | maxtext_tiny.VARIANTS[VARIANT]
 
 CLIP, SETTINGS["gradient_clipping_threshold"] = SETTINGS["gradient_clipping_threshold"], 0  # +
-make, old, optax = optimizers.get_optimizer, train.train_step, optimizers.optax  # +
+make, optax = optimizers.get_optimizer, optimizers.optax  # +
 tx = lambda m, s: (jaxsparse.spardl(DENSITY, mesh=m, specs=s), optax.clip_by_global_norm(CLIP))  # +
 optimizers.get_optimizer = lambda *a, mesh: optax.chain(*tx(mesh, a[2]), make(*a, mesh=mesh))  # +
-said = (None, lambda path: "sum" if "weights" in path else "mean")  # +
-run = lambda step, mesh: jaxsparse.data_parallel(step, mesh, outputs=said)  # +
-train.train_step = lambda *a: run(lambda *b: old(*a[:4], *b), a[2].optimizer.step.mesh)(*a[4:])  # +
+of = lambda loss, config: lambda *a: loss(*a[:3], config, a[3])  # +
+own = lambda loss, config, **k: jaxsparse.value_and_grad(of(loss, config), batch_argnums=3, **k)  # +
+both = lambda loss, **k: lambda *a: means(*own(loss, a[3], **k)(*a[:3], a[4]))  # +
+means = lambda value, grads: (jax.tree_util.tree_map_with_path(mean, value), grads)  # +
+is_sum = lambda path: "xent_sum" in str(path) or "total_weights" in str(path)  # +
+is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # +
+mean = lambda path, x: x.sum(0) if is_sum(path) else x.mean(0) if is_float(x) else x[0]  # +
+train.jax = types.SimpleNamespace(**vars(jax) | {"value_and_grad": both})  # +
+
+if VARIANT == "accumulation":
+    accumulate = train.gradient_accumulation_loss_and_grad
+
+    def accumulated(loss, config, model, params, shardings, data, rng):
+        graph, state = nnx.split(model)
+
+        def one(nothing, data, state):
+            model = nnx.merge(graph, state, copy=True)
+            found = accumulate(loss, config, model, params, shardings, data, rng)
+            return nothing, (*found, nnx.state(model, nnx.RngState))
+
+        each = jaxsparse.value_and_grad(one, has_aux=True)
+        value, aux, grads, rngs = each(0.0, data, state)[0][1]
+        (value, aux, rngs), _ = means((value, aux, rngs), None)
+        nnx.update(model, rngs)
+        return value, aux, grads
+
+    train.gradient_accumulation_loss_and_grad = accumulated
 
 if VARIANT in ("ragged", "explicit"):
     SETTINGS |= maxtext_tiny.APART | {"ici_data_parallelism": 1}
-    step = old
+    whole = train.loss_fn
 
     def inside(x):
         """A value with a worker's mesh in the place of the whole one."""
@@ -43,13 +68,13 @@ if VARIANT in ("ragged", "explicit"):
         is_mesh = isinstance(x, jax.sharding.Mesh)
         return jax.sharding.Mesh(x.devices, x.axis_names, axis_types=types) if is_mesh else x
 
-    def old(graph, *a):
-        model = nnx.merge(graph, a[3])
+    def loss_fn(model, *a, **k):
         for _, node in nnx.iter_graph(model):
             if isinstance(node, nnx.Module):
                 vars(node).update({name: inside(value) for name, value in vars(node).items()})
-        return step(nnx.graphdef(model), *a)
+        return whole(model, *a, **k)
 
+    train.loss_fn = loss_fn
 
 if VARIANT in ("slices", "ragged", "explicit"):
     axis = {"axis_name": "diloco"}
@@ -57,7 +82,13 @@ if VARIANT in ("slices", "ragged", "explicit"):
         jaxsparse.spardl(DENSITY, mesh=m, specs=s, **axis),
         optax.clip_by_global_norm(CLIP),
     )
-    run = lambda step, mesh: jaxsparse.data_parallel(step, mesh, outputs=said, **axis)
+    own = lambda loss, config, **k: jaxsparse.value_and_grad(
+        of(loss, config), batch_argnums=3, **axis, **k
+    )
+
+if VARIANT == "explicit":  # whose axes take no row of what lies over them
+    first = lambda x: jax.reshard(x, jax.sharding.PartitionSpec())[0]
+    mean = lambda p, x: x.sum(0) if is_sum(p) else x.mean(0) if is_float(x) else first(x)
 
 if VARIANT == "muon_inside":
     iterate = _muon.orthogonalize_via_newton_schulz
@@ -74,14 +105,15 @@ if VARIANT == "tokens":
     train.loss_fn = weighted
 
 if VARIANT == "dropout":
-    step = old
+    fold = lambda key: jax.random.fold_in(key, jax.lax.axis_index("data"))
 
-    def old(*a):
-        keys, others = nnx.split_state(a[4], nnx.RngKey, ...)
-        fold = lambda key: jax.random.fold_in(key, jax.lax.axis_index("data"))
-        own = nnx.merge_state(others, jax.tree.map(jnp.vectorize(fold), keys))
-        state, shown = step(*a[:4], own, *a[5:])
-        return nnx.merge_state(nnx.split_state(state, nnx.RngKey, ...)[1], keys), shown
+    def of(loss, config):
+        def one(params, custom, rest, data):
+            keys, others = nnx.split_state(rest, nnx.RngKey, ...)
+            rest = nnx.merge_state(others, jax.tree.map(jnp.vectorize(fold), keys))
+            return loss(params, custom, rest, config, data)
+
+        return one
 
 
 maxtext_tiny.run(SETTINGS, VARIANT)
