@@ -69,10 +69,10 @@ class PowerSGD(MatrixReducer, SeededReducer):
     The two forms differ in bytes and latency:
 
     * "alternating", as in the authors' later code (epfml/powersgd): half an iteration a step. Even
-    steps project columns on left factors, odd steps project rows on right ones. A step has one
-    all-reduce of r m or r n words for each matrix, r (n + m)/2 on average.
+      steps project columns on left factors, odd steps project rows on right ones. A step has one
+      all-reduce of r m or r n words for each matrix, r (n + m)/2 on average.
     * "full", as published (Algorithm 1): both halves in each step, so two all-reduces, one after
-    the other, of r (n + m) words together.
+      the other, of r (n + m) words together.
 
     Start dense with `rank=jaxsparse.Stages((None, 2), (100,))`: the first 100 steps send everything
     and leave no residual, because low ranks approximate the first gradients badly.
