@@ -7,12 +7,15 @@ them.
 
 import os
 import tempfile
+import types
 from pydoc_data import topics
 
+import jax
 import numpy as np
 import optax
 from flax import linen as nn
 from kauldron import kd
+from kauldron.train import train_step
 
 import jaxsparse  # +
 
@@ -52,17 +55,25 @@ class Print(kd.train.metric_writer.NoopWriter):
 
 
 optimizer = optax.adamw(3e-3)
-_Step = kd.train.TrainStep
-mesh, name = kd.sharding.DEVICES_MESH, "devices"  # +
-optimizer = optax.chain(jaxsparse.spardl(DENSITY, axis_name=name, mesh=mesh), optimizer)  # +
-how = {"axis_name": name, "donate_argnums": 0, "outputs": (None, "sum")}  # +
+name = {"axis_name": "devices", "mesh": kd.sharding.DEVICES_MESH}  # +
+optimizer = optax.chain(jaxsparse.spardl(DENSITY, **name), optimizer)  # +
 
 
-class _Step(_Step):  # +
-    def step(self, *args, **k):  # +
-        one = lambda *args: super(_Step, self).step(*args, **k)  # +
-        return vars(self).setdefault(str(k), jaxsparse.data_parallel(one, mesh, **how))(*args)  # +
+def grad(loss, **_):  # +
+    def rows(context, **k):  # +
+        of = lambda params, batch: loss(context.replace(params=params, batch=batch), **k)  # +
+        own = jaxsparse.grad(of, has_aux=True, **name)  # +
+        grads, shown = own(context.params, context.batch)  # +
+        states = jax.tree.map(lambda x: x.sum(0), shown.loss_states)  # +
+        preds = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), shown.preds)  # +
+        kept = jax.tree.map(lambda x: x.mean(0), shown.collections)  # +
+        context = context.replace(loss_states=states, preds=preds, collections=kept)  # +
+        return types.SimpleNamespace(params=grads), context  # +
 
+    return rows  # +
+
+
+train_step.jax = types.SimpleNamespace(**vars(jax) | {"grad": grad})  # +
 
 with tempfile.TemporaryDirectory() as folder:
     kd.train.Trainer(
@@ -77,5 +88,4 @@ with tempfile.TemporaryDirectory() as folder:
         log_metrics_every=1,
         log_summaries_every=1,
         writer=Print(),
-        trainstep=_Step(),
     ).train()

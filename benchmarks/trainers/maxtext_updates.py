@@ -20,8 +20,8 @@ SETTINGS = maxtext_tiny.SETTINGS | {"ici_data_parallelism": 2}
 
 make, optax = optimizers.get_optimizer, optimizers.optax  # +
 tx = lambda m, s: jaxsparse.spardl(DENSITY, mesh=m, specs=s)  # +
-own = lambda m, *a: jaxsparse.per_worker(make(*a, mesh=m), mesh=m, specs=a[2])  # +
-optimizers.get_optimizer = lambda *a, mesh: optax.chain(own(mesh, *a), tx(mesh, a[2]))  # +
+mine = lambda m, *a: jaxsparse.per_worker(make(*a, mesh=m), mesh=m, specs=a[2])  # +
+optimizers.get_optimizer = lambda *a, mesh: optax.chain(mine(mesh, *a), tx(mesh, a[2]))  # +
 of = lambda loss, config: lambda *a: loss(*a[:3], config, a[3])  # +
 own = lambda loss, config, **k: jaxsparse.value_and_grad(of(loss, config), batch_argnums=3, **k)  # +
 both = lambda loss, **k: lambda *a: means(*own(loss, a[3], **k)(*a[:3], a[4]))  # +

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from flax.nnx.transforms.general import merge_inputs, split_inputs  # +
 from tunix.models.qwen3 import model as qwen3
 from tunix.sft import peft_trainer, utils
 from tunix.sft.hooks import TrainingHooks
@@ -90,7 +89,15 @@ with mesh:
     )
     trainer = peft_trainer.PeftTrainer(create_model(), tx, config)
     trainer.with_gen_model_input_fn(model_inputs).with_training_hooks(Print())
-    step = lambda m, optimizer, x: jax.lax.pmean(trainer._train_step(m, optimizer, x), "hosts")  # +
-    run = jaxsparse.data_parallel(merge_inputs(step), mesh, axis_name="hosts", batch_argnums=2)  # +
-    trainer.create_train_step_fn = lambda: split_inputs(run)  # +
+
+    def step(model, optimizer, batch):  # +
+        graph, params = nnx.split(model)  # +
+        shown = trainer.gen_model_input_fn  # +
+        loss = lambda params, batch: trainer.loss_fn(nnx.merge(graph, params), **shown(batch))  # +
+        own = jaxsparse.value_and_grad(loss, axis_name="hosts", mesh=mesh)  # +
+        value, grads = own(params, batch)  # +
+        optimizer.update(model, grads)  # +
+        return value.mean(), None, optax.global_norm(grads)  # +
+
+    trainer.create_train_step_fn = lambda: step  # +
     trainer.train(batches())
