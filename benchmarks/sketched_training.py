@@ -219,10 +219,12 @@ class File:
         if Path(path).exists():
             self.runs = json.loads(Path(path).read_text())["runs"]
 
-    def found(self, wanted: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The run that has all of `wanted`, made if the file lacks it."""
+    def found(
+        self, wanted: dict[str, Any], make: Callable[[], dict[str, Any]], needs: str = "held_out"
+    ) -> dict[str, Any]:
+        """The run that has all of `wanted` and a value of `needs`, made if the file lacks it."""
         for run in self.runs:
-            if wanted.items() <= run.items():
+            if wanted.items() <= run.items() and needs in run:
                 return run
         self.runs.append({**wanted, **make(), "date": self.where["date"]})
         timing.save({**self.where, "runs": self.runs}, self.path)
@@ -231,14 +233,11 @@ class File:
         return self.runs[-1]
 
 
-def run(
-    compiled: Callable[[Any, Any], Found], rate: float, seed: int, keeps_losses: bool = True
-) -> dict[str, Any]:
+def run(compiled: Callable[[Any, Any], Found], rate: float, seed: int) -> dict[str, Any]:
     began = time.process_time()
     found = jax.block_until_ready(compiled(jnp.int32(seed), jnp.float32(rate)))
-    losses = [float(part.mean()) for part in np.array_split(found.losses, 50)]
     return {
-        **({"losses": losses} if keeps_losses else {}),
+        "losses": [float(part.mean()) for part in np.array_split(found.losses, 50)],
         "updated": float(found.updated.mean()),
         **{name: float(x) for name, x in found._asdict().items() if x is not None and x.ndim == 0},
         "cpu_seconds": round(time.process_time() - began, 1),
@@ -251,7 +250,7 @@ def tuned(name: str, row: Row, args: argparse.Namespace, data: Any, file: File) 
 
     def at(rate: float, seed: int) -> dict[str, Any]:
         wanted = {"row": name, "workers": row.workers, "rate": rate, "seed": seed, **sizes(args)}
-        return file.found(wanted, lambda: run(compiled, rate, seed, keeps_losses=False))
+        return file.found(wanted, lambda: run(compiled, rate, seed))
 
     best = rates.tuned(lambda rate: at(rate, args.seeds[0])["held_out"], args.first)
     return [at(best, seed) for seed in args.seeds]
@@ -295,7 +294,7 @@ def scaled(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: Fi
             wanted = {"row": name, "workers": workers, "rate": args.first, "seed": seed}
             compiled = trainer(row._replace(workers=workers), args, data)
             make = functools.partial(run, compiled, args.first, seed)
-            found = file.found({**wanted, **sizes(args)}, make)
+            found = file.found({**wanted, **sizes(args)}, make, needs="losses")
             losses = np.array(found["losses"])
             first = losses if first is None else first
             share = received(row, workers) / max(received(dense, workers), 1)

@@ -124,7 +124,7 @@ def train(method: str, args: argparse.Namespace, mesh: Mesh) -> str:
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), loss.mean()
 
-    losses, moved = [], None
+    losses, moved, held = [], None, digits.bytes_held(state)
     placed = NamedSharding(mesh, PartitionSpec(BATCH))
     for windows in track(batches(args), method, args.steps):
         batch = jax.device_put(windows, placed)
@@ -134,7 +134,6 @@ def train(method: str, args: argparse.Namespace, mesh: Mesh) -> str:
     assert moved is not None
     mean = np.mean(losses[-max(1, args.steps // 10) :])
     across, inside = (x.received for x in (moved.across("hosts"), moved.within("hosts")))
-    held = digits.bytes_held(state)
     return f"{method:<7} {mean:.4f} {across:>16,.0f} {inside:>16,.0f} {held:>16,}"
 
 

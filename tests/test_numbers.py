@@ -25,8 +25,7 @@ sys.path.pop()
 load = functools.cache(lambda name: json.loads((ROOT / f"benchmarks/{name}.json").read_text()))
 LOCAL = ROOT / "benchmarks/results/local_updates"
 small, gpt = (curves.load([LOCAL / f"results{name}.json"]) for name in ("", "_10.9m"))
-end = lambda runs, name: runs[name].ends.mean()
-over = lambda name: end(gpt, name) - end(gpt, "dense")
+end, over = lambda runs, name: runs[name].ends.mean(), lambda name: end(gpt, name) - end(gpt, "dense")
 CHUNKS, MEAN, BITS = "SparseLoCo H=10 12.5 %", "mean H=10", "gradients, 4 bits"
 HOW = {"dense": ("dense", 1), BITS: ("qsgd", 1), MEAN: ("dense", 10), CHUNKS: ("chunked_top_k", 10)}
 timed = lambda *a: curves.over_measured(*a[:2], LOCAL / "exchanges_10.9m.json", a[2])["10mbit"]
@@ -35,8 +34,7 @@ slow = timed({x: gpt[x] for x in HOW}, HOW, 0.1) | timed(*to_loss.reached(until)
 minutes = lambda name: np.mean([c.seconds[np.flatnonzero(c.held_out <= 1.4)[0]] / 60 for c in slow[name].curves.values()])
 hours = lambda name: slow[name].curves[0].seconds[-1] / 3600
 ends, shorter = recipes.load_ends(), recipes.load_ends(shorter=True)
-SIGNS, WARM = "muon, local 10, sign", "muon, local 10, sign, warm 10 %"
-MUON, ADAMW = "muon, gradients, dense", "adamw, gradients, dense"
+SIGNS, WARM, MUON, ADAMW = "muon, local 10, sign", "muon, local 10, sign, warm 10 %", "muon, gradients, dense", "adamw, gradients, dense"
 mapped = lambda name: np.mean([*ends.ends[name].losses.values()])
 above = lambda one, two: ends.ends[one].above(ends.ends[two])[0]
 model, seeds = frontier.SIZES["136k"], {len(x.losses) for x in ends.ends.values()}
@@ -77,8 +75,7 @@ RANDOM, RD, AG = "random-k, not fed back", "sparcml:recursive_double", "sparcml:
 DSAR, PACKED, TEN = "sparcml:dsar_split_allgather", "ok_topk_packed", "10 local steps, mean"
 GRID = [f"P=2, share 0.50, 1 x 1173 {x}, k=586, tiles of 1173" for x in ("bfloat16", "float16")]
 SKETCHED = "sketched_sgd(10)", "random-k, k=2345", "true top-k, k=586", "dense"
-cost = lambda *names: [loss(x) - loss("dense") for x in names]
-behind = lambda *names: [loss(f"{x}, behind Adam") for x in names]
+cost, behind = lambda *names: [loss(x) - loss("dense") for x in names], lambda *names: [loss(f"{x}, behind Adam") for x in names]
 SIDE = {  # rows of a table: what exchanges the text's gradients and those of digits
     "|---|---|---|---|---| | dense |": ("dense", "dense"), "| 10 local steps, mean |": (TEN, TEN),
     "| 10 local steps, `sparse_loco(k=64)` |": ("10 local steps, SparseLoCo",) * 2, "| `qsgd(4)` |": ("4 bits, before Adam", "4 bits"),
