@@ -143,7 +143,7 @@ class _SparseLoCo(RuleOption, ChunkedTopK):
     arrives: with a decay of 0.95, 84 % at the default k, an eighth of a chunk, and 30 % at the
     paper's 64. A run should have several such waits, too. With 19 and more, the sparse exchange
     cost 0.04 nats or less over a dense mean of the same displacements; with two or three, up to 0.4
-    (models of 0.1M and 11M parameters, decay 0.95, examples/local_updates).
+    (models of 0.1M and 11M parameters, decay 0.95, benchmarks/results/local_updates.md).
 
     Args:
         k: number of entries of each chunk that a worker sends, or a warm-up (`jaxsparse.Stages`).
