@@ -31,7 +31,7 @@ import jaxsparse
 
 HERE = Path(__file__).parent
 # A trainer that makes its own gradients has a name replaced, and the rows of what it shows joined.
-MOST_LINES = {"kauldron_tiny": 15, "tunix_qwen3": 12, "keras_fit": 23}
+MOST_LINES = {"kauldron_tiny": 15, "tunix_qwen3": 12, "keras_fit": 25}
 MOST_LINES |= {"maxtext_train": 13, "maxtext_updates": 13, "maxtext_local": 10}
 TOLERANCE = 1e-6  # relative tolerance of losses
 # The exchange of all scripts, and what replaces it.

@@ -75,12 +75,14 @@ def step(kept, state, data):  # +
     more = {"training": True, "optimizer_variables": moments}  # +
     loss = lambda v, batch: model.compute_loss_and_updates(v, others, counts, *batch, **more)  # +
     how = {"has_aux": True, "axis_name": "hosts", "mesh": devices.backend_mesh}  # +
-    (_, (own, scores, others, counts)), grads = jaxsparse.value_and_grad(loss, **how)(values, batch)  # +
+    shown, grads = jaxsparse.value_and_grad(loss, **how)(values, batch)  # +
+    own, scores, others, counts = shown[1]  # +
     scores = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scores)  # +
     others, counts = jax.tree.map(lambda x: x.mean(0), (others, counts))  # +
     grads, kept = tx.update(grads, kept, values)  # +
     values, moments = model.optimizer.stateless_apply(moments, grads, values)  # +
-    logs, counts = model._update_metrics_variables(counts, own.mean(), *batch[:2], scores, batch[2])  # +
+    told = counts, own.mean(), *batch[:2], scores, batch[2]  # +
+    logs, counts = model._update_metrics_variables(*told)  # +
     return kept, logs, (values, others, moments, counts)  # +
 
 
