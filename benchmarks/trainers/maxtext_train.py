@@ -86,7 +86,8 @@ if VARIANT in ("slices", "ragged", "explicit"):
         of(loss, config), batch_argnums=3, **axis, **k
     )
 
-if VARIANT == "explicit":  # whose axes take no row of what lies over them
+if VARIANT == "explicit":
+    # Explicit axes give no row of what lies over them.
     first = lambda x: jax.reshard(x, jax.sharding.PartitionSpec())[0]
     mean = lambda p, x: x.sum(0) if is_sum(p) else x.mean(0) if is_float(x) else first(x)
 
