@@ -62,8 +62,7 @@ optimizer = optax.chain(jaxsparse.spardl(DENSITY, **name), optimizer)  # +
 def grad(loss, **_):  # +
     def rows(context, **k):  # +
         of = lambda params, batch: loss(context.replace(params=params, batch=batch), **k)  # +
-        own = jaxsparse.grad(of, has_aux=True, **name)  # +
-        grads, shown = own(context.params, context.batch)  # +
+        grads, shown = jaxsparse.grad(of, has_aux=True, **name)(context.params, context.batch)  # +
         states = jax.tree.map(lambda x: x.sum(0), shown.loss_states)  # +
         preds = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), shown.preds)  # +
         kept = jax.tree.map(lambda x: x.mean(0), shown.collections)  # +

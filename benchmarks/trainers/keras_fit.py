@@ -59,31 +59,29 @@ model.compile(
 )
 
 values = [v.value for v in model.trainable_variables]  # +
-tx = jaxsparse.spardl(DENSITY, axis_name="hosts")  # +
+tx, mesh = jaxsparse.spardl(DENSITY, axis_name="hosts"), devices.backend_mesh  # +
 
 if VARIANT in ("overflow", "float16"):
     tx = jaxsparse.spardl(DENSITY, axis_name="hosts", when_skipped="nan")
     tx, scale_loss = optax.chain(tx, optax.scale(2)), model.optimizer.scale_loss
     model.optimizer.scale_loss = lambda loss: scale_loss(loss) / 2  # means are over half the rows
 
-kept = jaxsparse.shard(tx.init(values), devices.backend_mesh, "hosts")  # +
+kept = jaxsparse.shard(tx.init(values), mesh, "hosts")  # +
 
 
 def step(kept, state, data):  # +
-    values, others, moments, counts = state  # +
+    values, others, moments, seen = state  # +
     batch = keras.utils.unpack_x_y_sample_weight(data)  # +
     more = {"training": True, "optimizer_variables": moments}  # +
-    loss = lambda v, batch: model.compute_loss_and_updates(v, others, counts, *batch, **more)  # +
-    how = {"has_aux": True, "axis_name": "hosts", "mesh": devices.backend_mesh}  # +
-    shown, grads = jaxsparse.value_and_grad(loss, **how)(values, batch)  # +
-    own, scores, others, counts = shown[1]  # +
-    scores = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scores)  # +
-    others, counts = jax.tree.map(lambda x: x.mean(0), (others, counts))  # +
+    loss = lambda v, batch: model.compute_loss_and_updates(v, others, seen, *batch, **more)  # +
+    rows = jaxsparse.value_and_grad(loss, has_aux=True, axis_name="hosts", mesh=mesh)  # +
+    (_, (own, preds, others, seen)), grads = rows(values, batch)  # +
+    preds = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), preds)  # +
+    others, seen = jax.tree.map(lambda x: x.mean(0), (others, seen))  # +
     grads, kept = tx.update(grads, kept, values)  # +
     values, moments = model.optimizer.stateless_apply(moments, grads, values)  # +
-    told = counts, own.mean(), *batch[:2], scores, batch[2]  # +
-    logs, counts = model._update_metrics_variables(*told)  # +
-    return kept, logs, (values, others, moments, counts)  # +
+    logs, seen = model._update_metrics_variables(seen, own.mean(), *batch[:2], preds, batch[2])  # +
+    return kept, logs, (values, others, moments, seen)  # +
 
 
 def train_function(state, batches):  # +

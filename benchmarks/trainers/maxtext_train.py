@@ -28,7 +28,7 @@ make, optax = optimizers.get_optimizer, optimizers.optax  # +
 tx = lambda m, s: (jaxsparse.spardl(DENSITY, mesh=m, specs=s), optax.clip_by_global_norm(CLIP))  # +
 optimizers.get_optimizer = lambda *a, mesh: optax.chain(*tx(mesh, a[2]), make(*a, mesh=mesh))  # +
 of = lambda loss, config: lambda *a: loss(*a[:3], config, a[3])  # +
-own = lambda f, config, **k: jaxsparse.value_and_grad(of(f, config), batch_argnums=3, **k)  # +
+own = lambda loss, c, **k: jaxsparse.value_and_grad(of(loss, c), batch_argnums=3, **k)  # +
 both = lambda loss, **k: lambda *a: means(*own(loss, a[3], **k)(*a[:3], a[4]))  # +
 means = lambda value, grads: (jax.tree_util.tree_map_with_path(mean, value), grads)  # +
 is_sum = lambda path: "xent_sum" in str(path) or "total_weights" in str(path)  # +
@@ -82,9 +82,7 @@ if VARIANT in ("slices", "ragged", "explicit"):
         jaxsparse.spardl(DENSITY, mesh=m, specs=s, **axis),
         optax.clip_by_global_norm(CLIP),
     )
-    own = lambda loss, config, **k: jaxsparse.value_and_grad(
-        of(loss, config), batch_argnums=3, **axis, **k
-    )
+    own = lambda loss, c, **k: jaxsparse.value_and_grad(of(loss, c), batch_argnums=3, **axis, **k)
 
 if VARIANT == "explicit":
     # Explicit axes give no row of what lies over them.

@@ -23,7 +23,7 @@ tx = lambda m, s: jaxsparse.spardl(DENSITY, mesh=m, specs=s)  # +
 mine = lambda m, *a: jaxsparse.per_worker(make(*a, mesh=m), mesh=m, specs=a[2])  # +
 optimizers.get_optimizer = lambda *a, mesh: optax.chain(mine(mesh, *a), tx(mesh, a[2]))  # +
 of = lambda loss, config: lambda *a: loss(*a[:3], config, a[3])  # +
-own = lambda f, config, **k: jaxsparse.value_and_grad(of(f, config), batch_argnums=3, **k)  # +
+own = lambda loss, c, **k: jaxsparse.value_and_grad(of(loss, c), batch_argnums=3, **k)  # +
 both = lambda loss, **k: lambda *a: means(*own(loss, a[3], **k)(*a[:3], a[4]))  # +
 means = lambda value, grads: (jax.tree_util.tree_map_with_path(mean, value), grads)  # +
 is_sum = lambda path: "xent_sum" in str(path) or "total_weights" in str(path)  # +

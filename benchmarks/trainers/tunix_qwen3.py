@@ -92,10 +92,9 @@ with mesh:
 
     def step(model, optimizer, batch):  # +
         graph, params = nnx.split(model)  # +
-        shown = trainer.gen_model_input_fn  # +
-        loss = lambda params, batch: trainer.loss_fn(nnx.merge(graph, params), **shown(batch))  # +
-        own = jaxsparse.value_and_grad(loss, axis_name="hosts", mesh=mesh)  # +
-        value, grads = own(params, batch)  # +
+        loss = lambda params, x: trainer.loss_fn(nnx.merge(graph, params), **x)  # +
+        rows = jaxsparse.value_and_grad(loss, axis_name="hosts", mesh=mesh)  # +
+        value, grads = rows(params, trainer.gen_model_input_fn(batch))  # +
         optimizer.update(model, grads)  # +
         return value.mean(), None, optax.global_norm(grads)  # +
 
