@@ -132,6 +132,7 @@ if VARIANT == "resumed":
     model.train_function = train_function
     leaves, tree = jax.tree.flatten(kept)
     placed = [jax.device_put(saved[f"arr_{i}"], x.sharding) for i, x in enumerate(leaves)]
-    kept, run = tree.unflatten(placed), jax.jit(step, donate_argnums=(0, 1))  # of the new model
+    kept = tree.unflatten(placed)
+    run = jax.jit(lambda *a: step(*a), donate_argnums=(0, 1))  # traces the new model
 
 train(model, start, EPOCHS)
