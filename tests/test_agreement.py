@@ -19,7 +19,7 @@ from jaxsparse.comm import compat
 from jaxsparse.outer import local_steps
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.processes import failing
-from jaxsparse.processes.agreement import agree
+from jaxsparse.processes.agreement import agree, compare
 from jaxsparse.processes.digest import Digested
 from jaxsparse.processes.group import ProcessGroup, group_of
 from jaxsparse.training import sharding
@@ -129,6 +129,12 @@ def test_every_kind_of_program_is_read():
     usual, again, other = run(0.5), run(0.5), run(0.25)
     assert usual.digest == again.digest
     assert "0.25" in only(other, usual)[0]
+
+
+def test_a_static_argument_is_refused():
+    step = jax.jit(lambda x, is_on: x if is_on else -x, static_argnums=1)
+    with pytest.raises(ValueError, match="has static arguments, which processes do not compare"):
+        compare(ProcessGroup((0, 1)), step, mesh(2), (jnp.ones(3), True))
 
 
 def test_batches_and_per_worker_arrays_may_differ():

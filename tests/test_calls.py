@@ -7,6 +7,7 @@ import optax
 import pytest
 from workers import mesh
 
+import jaxsparse
 from jaxsparse import LocalSteps, outer, shard
 from jaxsparse.outer.parallel import run_on_workers
 
@@ -66,3 +67,11 @@ def test_an_error_of_the_step_itself_stays_as_it_is():
     step = run_on_workers(lambda state, batch: len(7), 2)
     with pytest.raises(TypeError, match="has no len"):
         step(jnp.ones(3), jnp.ones(4))
+
+
+def test_arguments_by_name_are_refused():
+    """They would be neither compared nor counted."""
+    step = jaxsparse.watch(jax.jit(lambda state, batch: state + batch.sum()), mesh(2))
+    for call in (step, step.lower, run_on_workers(moved, 2)):
+        with pytest.raises(ValueError, match="positional arguments only, but got batch by name"):
+            call(jnp.ones(3), batch=jnp.ones(4))

@@ -464,6 +464,38 @@ def test_the_check_warns_of_what_trains_otherwise_than_it_reads(behind, text):
         jaxsparse.check(tx, problem()[0])
 
 
+def test_products_of_experts_run_beside_inner_axes():
+    """JAX has no rule to map a ragged product over rows, so that it runs by shard_map."""
+    where = mesh_of((2, 2))
+    params = {"w": jnp.arange(24.0).reshape(3, 4, 2) / 24}
+    x = jnp.linspace(-1, 1, 24).reshape(6, 4)
+    sizes = jnp.int32([[1, 2], [0, 1], [2, 0]])  # rows of each expert, on each worker
+
+    def loss(params, x):
+        own = sizes[:, jax.lax.axis_index("data")]
+        return jnp.mean(jnp.square(jax.lax.ragged_dot(x, params["w"], own)))
+
+    found = jax.jit(jaxsparse.grad(loss, mesh=where))(params, x)["w"]
+    of_one = lambda w, x, expert: jnp.mean(jnp.square(jnp.einsum("bi,bio->bo", x, w[expert])))
+    for worker, part in enumerate(jnp.split(x, 2)):
+        expert = np.repeat(np.arange(3), np.asarray(sizes[:, worker]))
+        own = jax.grad(of_one)(params["w"], part, expert)
+        np.testing.assert_allclose(found[worker], own, rtol=1e-5, atol=1e-7)
+
+
+def test_a_convolution_and_keys_of_ones_own_run_beside_inner_axes_without_a_mesh_in_context():
+    def loss(kernel, x):
+        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
+        kept = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+        return jnp.mean(jax.lax.conv_general_dilated(kept, kernel, (1, 1), "SAME") ** 2)
+
+    kernel, x = jnp.ones((3, 2, 3, 3)), jnp.arange(200.0).reshape(4, 2, 5, 5) / 100
+    found = jax.jit(jaxsparse.grad(loss, mesh=mesh_of((2, 2))))(kernel, x)
+    simulated = jaxsparse.grad(loss, workers=2)(kernel, x)
+    np.testing.assert_allclose(found, simulated, rtol=1e-5)
+    assert np.abs(found[0] - found[1]).max() > 1
+
+
 def test_what_a_watched_step_sends_besides_is_warned_of_once():
     """Moments cut over the workers: what follows from them is gathered."""
     where = mesh_of((2,))

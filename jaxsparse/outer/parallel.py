@@ -83,8 +83,8 @@ def run_on_workers(
         with running(Running(whole, axis_name)):
             way = via
             if inner and way is None:
-                program = _traced(one, treedef, workers, axis_name, leaves, is_split, whole)
-                serves = not has_model or serves_vmap(program, axis_name)
+                shares = treedef, workers, axis_name, leaves, is_split, whole
+                serves = not has_model or serves_vmap(_traced(one, *shares), axis_name)
                 way = "vmap" if serves else "shard_map"
             if whole is None or (inner and way == "vmap"):
                 with context_of(whole):  # as jax.shard_map has one

@@ -28,6 +28,11 @@ def compare(group: ProcessGroup, step: Any, mesh: Mesh, args: Any) -> None:
     RuntimeError if processes differ, or one does not come within the limit of the group.
     """
     program = step.trace(*args).jaxpr  # JAX keeps it: the call does not trace again
+    if len(program.in_avals) != len(jax.tree.leaves(args)):
+        raise ValueError(
+            f"{getattr(step, '__name__', 'a step')} has static arguments, which processes do not "
+            "compare: close over them, as in jax.jit(functools.partial(step, flag=True))"
+        )
     own = Digested(program, mesh, args)
     _compare(group, getattr(step, "__name__", "a step"), own)
 

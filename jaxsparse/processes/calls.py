@@ -33,16 +33,15 @@ class Step:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         args = held(args)
-        with _arrays_only(args):
-            if (self._before or self._group is not None) and not named:
-                self._prepare(args)
-            result = self._run(*args, **named)
+        with self._arrays_only(args, named):
+            self._prepare(args)
+            result = self._run(*args)
         return released(result) if has_static(args) else result
 
     def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
         args = held(args)
-        with _arrays_only(args):
-            return self._run.lower(*args, **named)
+        with self._arrays_only(args, named):
+            return self._run.lower(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)
@@ -59,13 +58,17 @@ class Step:
         if self._group is not None:
             self._group.begin(self.__name__)
 
-
-@contextlib.contextmanager
-def _arrays_only(args: Any) -> Iterator[None]:
-    """Names the leaf that is no array, if JAX refuses one."""
-    try:
-        yield
-    except TypeError:
-        for i, arg in enumerate(args):
-            check_arrays(f"argument {i}", arg)
-        raise
+    @contextlib.contextmanager
+    def _arrays_only(self, args: Any, named: dict[str, Any]) -> Iterator[None]:
+        """Refuses arguments by name, and names the leaf that is no array, if JAX refuses one."""
+        if named:
+            raise ValueError(
+                f"{self.__name__} takes positional arguments only, but got {', '.join(named)} by "
+                "name: pass them by position, in which processes compare them"
+            )
+        try:
+            yield
+        except TypeError:
+            for i, arg in enumerate(args):
+                check_arrays(f"argument {i}", arg)
+            raise

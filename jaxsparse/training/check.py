@@ -77,7 +77,8 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
         if shape != wanted.get(name):
             problems.append(
                 f"The update{name} has shape {shape}, and its parameter {wanted.get(name)}: no "
-                "exchange takes it"
+                "exchange takes it. Chain one in front, as in optax.chain(jaxsparse.dense(), "
+                "optimizer)"
             )
     before = shapes(state)
     for name, shape in shapes(after).items():

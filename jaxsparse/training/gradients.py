@@ -25,7 +25,7 @@ from jaxsparse.training.constraints import constrains, rewritten
 
 Way = Literal["vmap", "shard_map"]
 # vmap's weight gradients of convolutions gather across workers; of a ragged product it has no rule.
-_NOT_MAPPED = {"conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+_NOT_MAPPED = {"conv_general_dilated", "ragged_dot_general"}
 OwnAndEqual = tuple[list[Any], list[Any]]  # a worker's own arrays, and those equal on all workers
 
 
@@ -215,19 +215,12 @@ def _on_workers(
         if serves and (inner or constrained):
             return run_mapped(as_fun, workers, mesh, axis_name, is_split)(*leaves)
         # What knows a mesh, or takes the one in context, has to be traced where its axis is manual.
+        # Beside inner axes that is even `jax.lax.axis_index`, whose lowering asks for the mesh.
         in_context = not jax.sharding.get_abstract_mesh().empty
-        is_there = constrained or in_context or (inner and _has_shard_map(program.jaxpr))
+        is_there = constrained or in_context or inner
         return _manually(one if is_there else as_fun, mesh, axis_name, is_split, inner)(*leaves)
 
     return run
-
-
-def _has_shard_map(program: Jaxpr) -> bool:
-    return any(
-        equation.primitive.name == "shard_map"
-        or any(map(_has_shard_map, compat.inner_programs(equation.params)))
-        for equation in program.eqns
-    )
 
 
 def _manually(

@@ -38,7 +38,7 @@ def watch(step: jax.stages.Wrapped, mesh: Mesh, *, axis_name: str = "data") -> S
     Inside an outer `jax.jit` nothing is compared or read.
 
     Args:
-        step: a function that `jax.jit` made, of positional arguments.
+        step: a function that `jax.jit` made. Its arguments are arrays, and given by position.
         mesh: the mesh of the workers.
         axis_name: the mesh axis of the workers.
 
@@ -46,7 +46,8 @@ def watch(step: jax.stages.Wrapped, mesh: Mesh, *, axis_name: str = "data") -> S
         A function that behaves as `step`.
 
     Raises:
-        ValueError: the mesh has no such axis.
+        ValueError: the mesh has no such axis. At the call: an argument is given by name; or, with
+            several processes, one is static.
         RuntimeError: at the call: processes differ, or one does not come.
 
     Example:
