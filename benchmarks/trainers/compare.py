@@ -32,7 +32,7 @@ import jaxsparse
 HERE = Path(__file__).parent
 # A trainer that makes its own gradients has a name replaced, and the rows of what it shows joined.
 MOST_LINES = {"kauldron_tiny": 14, "tunix_qwen3": 11, "keras_fit": 23}
-MOST_LINES |= {"maxtext_train": 13, "maxtext_updates": 13, "maxtext_local": 12}
+MOST_LINES |= {"maxtext_train": 13, "maxtext_local": 12}
 TOLERANCE = 1e-6  # relative tolerance of losses
 # The exchange of all scripts, and what replaces it.
 EXCHANGE, IN_FOUR_BITS = "jaxsparse.spardl(DENSITY", 'jaxsparse.quantized("int4"'
@@ -47,7 +47,6 @@ MESHES = {
     "kauldron_tiny": AbstractMesh((8,), ("devices",)),
     "keras_fit": AbstractMesh((2, 4), ("hosts", "model")),
     "maxtext_train": AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")),
-    "maxtext_updates": AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")),
     "maxtext_local": AbstractMesh((2, 2, 2), ("diloco", "fsdp", "tensor")),
 }
 
@@ -61,7 +60,7 @@ class Run(NamedTuple):
 
 
 # Losses of these differ from the original's: see results/trainers.md.
-UNLIKE = {"maxtext_updates", "dropout", "float16"}
+UNLIKE = {"updates", "dropout", "float16"}
 # Variants that stop and go on, and the run that never stops, whose losses they must have.
 NEVER_STOPPED = {"resumed": "plain", "streaming_resumed": "streaming"}
 

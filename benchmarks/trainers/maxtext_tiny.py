@@ -76,6 +76,7 @@ VARIANTS = {
     "evaluation": {"eval_interval": 1, "eval_steps": 1},  # its losses stand for the losses
     "resumed": RESUMED,
     "muon": {"opt_type": "muon"},  # optax.contrib.muon, with MaxText's dimension numbers
+    "updates": {},  # of Adam, each worker's own
     "muon_inside": {"opt_type": "muon"},  # without products of matrices that cross hosts
     "streaming": STREAMING,
     "streaming_resumed": STREAMING | RESUMED,

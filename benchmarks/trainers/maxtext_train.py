@@ -94,6 +94,12 @@ if VARIANT == "muon_inside":
     whole = lambda x: jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())
     _muon.orthogonalize_via_newton_schulz = lambda x, *a, **b: whole(iterate(whole(x), *a, **b))
 
+if VARIANT == "updates":
+    mine = lambda m, *a: optax.chain(optax.clip_by_global_norm(CLIP), make(*a, mesh=m))
+    own_of = lambda m, *a: jaxsparse.per_worker(mine(m, *a), mesh=m, specs=a[2])
+    sent = lambda m, s: jaxsparse.spardl(DENSITY, mesh=m, specs=s)
+    optimizers.get_optimizer = lambda *a, mesh: optax.chain(own_of(mesh, *a), sent(mesh, a[2]))
+
 if VARIANT == "tokens":
     loss_of = train.loss_fn
 
