@@ -533,3 +533,9 @@ def test_rows_that_each_device_holds_are_warned_of():
     step = jaxsparse.watch(jax.jit(lambda s: jax.tree.map(jnp.negative, s)), where)
     with pytest.warns(UserWarning, match="is per-worker state, but each device holds that of all"):
         step(state)
+    split = jaxsparse.shard(tx.init(params), where)
+    whole = jax.jit(lambda s: s, out_shardings=NamedSharding(where, P()))
+    step = jaxsparse.watch(whole, where)
+    after = step(split)  # it comes back whole, and the next call says so
+    with pytest.warns(UserWarning, match="is per-worker state, but each device holds that of all"):
+        step(after)

@@ -16,9 +16,9 @@ class Step:
     """Behaves as `run`, a function that `jax.jit` made.
 
     It takes and returns Equinox modules as they are: `run` sees their leaves that are no arrays as
-    `Static`. It calls `before` with the arguments, before the first call with their shapes. The
-    processes of the `group` count calls. A call inside an outer `jax.jit` is only traced, so it
-    does not count.
+    `Static`. It calls `before` with the arguments, before the first call with their shapes and
+    placements. The processes of the `group` count calls. A call inside an outer `jax.jit` is only
+    traced, so it does not count.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Step:
         leaves, treedef = jax.tree.flatten(args)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             return
-        kind = treedef, *((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
+        of = lambda x: tuple(getattr(x, name, None) for name in ("shape", "dtype", "sharding"))
+        kind = treedef, *map(of, leaves)  # another placement is another program
         if kind not in self._seen:
             for each in self._before:
                 each(args)
