@@ -23,7 +23,7 @@ import optax
 import timing
 
 import jaxsparse
-from jaxsparse import shard
+from jaxsparse import shard, systems
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 at_density: Any = importlib.import_module("at_density")
@@ -35,7 +35,9 @@ OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "top_k_momentum": lambda: jaxsparse.top_k(0.01, momentum=0.9),
     "powersgd_rank_4": lambda: jaxsparse.powersgd(4),
     "powersgd_rank_4_full": lambda: jaxsparse.powersgd(4, iteration="full"),
-    "dgc_warm_up": lambda: jaxsparse.dgc(jaxsparse.warm_up(0.01, steps=400)),
+    "dgc_warm_up": lambda: jaxsparse.error_feedback(
+        jaxsparse.warm_up(systems.TopK(0.01, selection="sampled"), steps=400), momentum=0.9
+    ),
     # Outer steps of local updates. Every H steps, one takes the place of a gradient's exchange.
     "diloco": jaxsparse.outer.diloco,
     "sparse_loco": jaxsparse.outer.sparse_loco,

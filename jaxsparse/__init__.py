@@ -23,13 +23,14 @@ from jaxsparse import (
     traffic as traffic,
 )
 from jaxsparse.arrays import blocks as blocks, layout as layout, stream as stream
-from jaxsparse.arrays.settings import Stages, warm_up
+from jaxsparse.arrays.settings import Stages
 from jaxsparse.comm.links import Link
 from jaxsparse.comm.marks import PerWorker, specs
 from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.outer import LocalSteps
 from jaxsparse.planner.planning import plan
 from jaxsparse.processes.failing import fail_at_once
+from jaxsparse.reducers.stages import warm_up
 from jaxsparse.systems import *
 from jaxsparse.traffic import wire_bytes
 from jaxsparse.training.check import check

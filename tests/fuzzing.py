@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
-from jaxsparse import PerWorker, Stages, codecs, quantize, systems
+from jaxsparse import PerWorker, codecs, quantize, systems
 from jaxsparse.comm import wire
 from jaxsparse.comm.meshes import Placement
+from jaxsparse.feedback.options import OPTIONS
+from jaxsparse.reducers.base import Reducer
 from jaxsparse.select import selection
 from jaxsparse.systems import SYSTEMS
 
@@ -54,6 +56,7 @@ class Program:
     delay: int = 0
     inner: tuple[int, ...] = ()  # sizes of the mesh's inner axes; (): workers are simulated
     cuts: tuple[PartitionSpec, ...] = ()  # each leaf's partition over the inner axes
+    first: Reducer | None = None  # the reducer of the first step, if that is another one
 
     def make(self):
         settings = dict(self.settings)
@@ -63,9 +66,12 @@ class Program:
             settings |= {"mesh": self.mesh, "specs": self.nested(self.cuts)}
         else:
             settings["workers"] = self.workers
-        make = getattr(jaxsparse, self.name)
         options = {"momentum": self.momentum, "delay": self.delay}
-        return make(**settings, **options)
+        if self.first is None:
+            return getattr(jaxsparse, self.name)(**settings, **options)
+        staged = systems.Staged((self.first, SYSTEMS[self.name].reducer(**self.settings)), (1,))
+        of_step = {key: value for key, value in settings.items() if key in OPTIONS}
+        return jaxsparse.error_feedback(staged, **of_step, **options)
 
     @property
     def mesh(self):
@@ -121,12 +127,8 @@ class Program:
     @functools.cached_property
     def reducer(self):
         """The reducer of the first step, for a single bucket."""
-        first = lambda x: x.values[0] if isinstance(x, Stages) else x
-        settings = {name: first(value) for name, value in self.settings.items()}
-        for option in ("bucket_size", "decay"):
-            settings.pop(option, None)
-        size = max(1, int(self.is_compressed.sum()))
-        return SYSTEMS[self.name].reducer(**settings).split((size,))[0]
+        whole = self.first or SYSTEMS[self.name].reducer(**self.settings)
+        return whole.split((max(1, int(self.is_compressed.sum())),))[0]
 
     @property
     def shares_scales(self):
@@ -216,7 +218,13 @@ def draw_program(
         settings["decay"] = 1.0  # after a delayed exchange residuals fade, but not their rounding
     if SYSTEMS[name].law == "differences":
         program = dataclasses.replace(program, delay=0)
-    return dataclasses.replace(program, settings=settings)
+    first = None
+    if name in CHANGING and rng.random() < 0.1:
+        first = systems.Dense()
+        if name != "powersgd":
+            reducer = SYSTEMS[name].reducer(**settings)
+            first = dataclasses.replace(reducer, density=min(1.0, 4 * reducer.density))
+    return dataclasses.replace(program, settings=settings, first=first)
 
 
 def _pick(rng, *choices):
@@ -258,13 +266,6 @@ def _count(rng, size):
     return int(_pick(rng, 1, size, *rng.integers(1, size + 1, 2)))
 
 
-def _density_or_stages(rng, size):
-    one = _density(rng, size)
-    if rng.random() < 0.9:
-        return one
-    return Stages((min(1.0, 4 * one), one), (1,))
-
-
 def _blocks(rng, size, room):
     # A density, or room for a bucket of any size: without either, a reducer is refused.
     density = _pick(rng, None, _density(rng, size))
@@ -276,7 +277,7 @@ def _spardl(rng, size, workers):
     teams = _pick(rng, *(t for t in range(1, workers + 1) if workers % t == 0))
     is_power = teams & (teams - 1) == 0
     return {
-        "density": _density_or_stages(rng, size),
+        "density": _density(rng, size),
         "teams": teams,
         "gather": _pick(rng, "recursive", "bruck") if is_power else "bruck",
         "codec": _codec(rng),
@@ -317,7 +318,7 @@ def _sketched(rng, size, workers):
 
 def _ok_topk(rng, size, workers):
     return {
-        "density": _density_or_stages(rng, size),
+        "density": _density(rng, size),
         "refresh_every": int(rng.integers(1, 4)),
         "rebalance_every": int(rng.integers(1, 4)),
         "capacity_factor": float(_pick(rng, 1.0, 1.3, 2.0, 8.0)),
@@ -368,7 +369,7 @@ def _quantized(rng, size, workers):
 def _random_k(rng, size, workers):
     inner = systems.TopK(_density(rng, size), codec=_codec(rng), selection=_selection(rng))
     return {
-        "density": _density_or_stages(rng, size),
+        "density": _density(rng, size),
         "reducer": _pick(rng, systems.Dense(), systems.RandomK(0.5), inner),
     }
 
@@ -376,7 +377,7 @@ def _random_k(rng, size, workers):
 def _powersgd(rng, size, workers):
     rank = int(_pick(rng, 1, 2, 4, 20))
     return {
-        "rank": _pick(rng, rank, rank, rank, Stages((None, rank), (1,))),
+        "rank": rank,
         "iteration": _pick(rng, "alternating", "full"),
         "min_compression_rate": float(_pick(rng, 0.0, 1.0, 2.0)),
     }
@@ -385,7 +386,7 @@ def _powersgd(rng, size, workers):
 def _top_k(rng, size, workers):
     together = _pick(rng, codecs.EliasFano(), codecs.EliasFano(value_bits=4))
     return {
-        "density": _density_or_stages(rng, size),
+        "density": _density(rng, size),
         "codec": _pick(rng, *[_codec(rng)] * 3, together),
         "selection": _selection(rng),
     }
@@ -430,6 +431,9 @@ def _ef21(rng, size, workers):
     }
 
 
+# Those of which some programs have another reducer in the first step.
+CHANGING = ("spardl", "ok_topk", "random_k", "top_k", "gtopk", "dgc", "dragonn", "ms_topk")
+CHANGING += ("powersgd",)
 SETTINGS = {  # functions of a generator, a size and a number of workers, richer than the rows
     "true_top_k": lambda rng, size, workers: {"k": _count(rng, size)},
     "sketched_sgd": _sketched,
@@ -442,7 +446,7 @@ SETTINGS = {  # functions of a generator, a size and a number of workers, richer
     "dgc": _top_k,
     "dragonn": _dragonn,
     "ms_topk": lambda rng, size, workers: {
-        "density": _density_or_stages(rng, size),
+        "density": _density(rng, size),
         "passes": int(rng.integers(0, 33)),
         "codec": _codec(rng),
     },

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse
-from jaxsparse import PerWorker, shard, warm_up
+from jaxsparse import PerWorker, shard, systems, warm_up
 from jaxsparse.systems import SYSTEMS
 
 WORKERS = 4
@@ -49,7 +49,7 @@ CASES = {name: functools.partial(by_row, name) for name in SYSTEMS} | {
     "spardl_adaptive": lambda: jaxsparse.spardl(0.05, teams=2, gather="bruck", momentum=0.9),
     "sparcml": lambda: jaxsparse.sparcml(k=8, bits=4, momentum=0.9),
     "dgc": lambda: jaxsparse.dgc(0.05),
-    "warm_up": lambda: jaxsparse.top_k(warm_up(0.02, steps=15, stages=2)),
+    "warm_up": lambda: jaxsparse.error_feedback(warm_up(systems.TopK(0.02), steps=15, stages=2)),
     "delay": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, bucket_size=2000),
     "no_dense": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, is_dense=lambda *_: False),
     "bfloat16": lambda: jaxsparse.top_k(0.05, accumulator_dtype="bfloat16", momentum=0.9),

@@ -25,8 +25,8 @@ def of_system(name):
 MADE = {
     **{name: of_system(name) for name in SYSTEMS},
     "partition": jaxsparse.partition({"w": systems.TopK(0.1)}, axis_name=None),
-    "options": jaxsparse.top_k(
-        jaxsparse.warm_up(0.1, steps=2, stages=2),
+    "options": jaxsparse.error_feedback(
+        jaxsparse.warm_up(systems.TopK(0.1), steps=2, stages=2),
         axis_name=None,
         momentum=0.9,
         nesterov=True,

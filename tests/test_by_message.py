@@ -12,7 +12,7 @@ from steps import AS_USERS
 from workers import few, some
 
 import jaxsparse
-from jaxsparse import PerWorker, Stages, codecs, quantize, systems
+from jaxsparse import PerWorker, codecs, quantize, systems
 from jaxsparse.feedback.by_message import message_words, post, receive
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Gathered
@@ -152,8 +152,9 @@ def branched(around):
 
 
 def test_what_needs_collectives_stages_or_branches_is_refused():
+    staged = systems.Staged((systems.TopK(0.1), systems.TopK(0.01)), (5,))
     for make, text in (
-        (lambda **options: systems.top_k(Stages((0.1, 0.01), (5,)), **options), "TopK changes in"),
+        (lambda **options: jaxsparse.error_feedback(staged, **options), "TopK changes in"),
         (lambda **options: systems.top_k(0.1, **{**options, "axis_name": "data"}), "axis_name='da"),
         (lambda **options: systems.top_k(0.1, delay=1, **options), "delay=1 exchanges the last"),
         (lambda **options: optax.sgd(0.1), "exchanges nothing"),

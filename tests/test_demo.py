@@ -12,7 +12,7 @@ from steps import compiled_step
 from training import train
 from workers import MESH_SIZES, by_step, feedback_loop, mesh, some
 
-from jaxsparse import Stages, demo, traffic
+from jaxsparse import demo, traffic
 from jaxsparse.reducers.matrices import Matrix
 from jaxsparse.systems.demo import DeMo, _inverse, _transformed
 
@@ -167,7 +167,6 @@ def test_errors_name_the_setting():
         ({"chunk": 257}, "chunk=257 must lie between 1 and 256"),
         ({"chunk": 8.0}, "chunk=8.0 must be an int"),
         ({"value_bits": 12}, "value_bits=12 is unknown"),
-        ({"k": Stages((8, 0), (10,))}, "k=0 must lie"),
     ):
         with pytest.raises(ValueError, match=message):
             demo(**settings)

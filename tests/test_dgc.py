@@ -9,9 +9,9 @@ from supports import flat
 from training import train
 from workers import few
 
-from jaxsparse import Stages
+from jaxsparse import error_feedback
 from jaxsparse.feedback import states_in
-from jaxsparse.systems import dense, dgc, ms_topk
+from jaxsparse.systems import Staged, TopK, dense, dgc, ms_topk
 
 WORKERS, SHAPE, STEPS, K = 3, (40, 30), 6, 24
 DENSITY = K / (40 * 30)
@@ -117,8 +117,8 @@ def test_gradients_are_clipped_before_they_are_accumulated(clip_norm):
 
 @pytest.mark.slow
 def test_density_is_warmed_up():
-    stages = Stages((0.25, DENSITY), (2,))
-    state = check(dgc(stages, momentum=0.5), 0.5, [300, 300, K, K, K, K])
+    stages = Staged(tuple(TopK(each, selection="sampled") for each in (0.25, DENSITY)), (2,))
+    state = check(error_feedback(stages, momentum=0.5), 0.5, [300, 300, K, K, K, K])
     assert K + 30 <= state.info.delivered <= WORKERS * K + 30
 
 

@@ -87,7 +87,7 @@ OTHER_SETTINGS = {
     ),
     "warm-up": (
         jaxsparse.top_k(0.1, axis_name=None),
-        jaxsparse.top_k(jaxsparse.warm_up(0.1, steps=4), axis_name=None),
+        jaxsparse.error_feedback(jaxsparse.warm_up(systems.TopK(0.1), steps=4), axis_name=None),
         "TopK's own state of bucket 0 is .*step uint32.* needs nothing",
     ),
     "delay": (
@@ -134,8 +134,10 @@ def walked(tree, path=()):
 EVERYTHING = {"momentum": 0.9, "accumulator_dtype": "bfloat16", "mesh": "here", "specs": SPECS}
 WALKED = {
     "plain": lambda mesh: jaxsparse.spardl(0.1),
-    "everything": lambda mesh: jaxsparse.spardl(
-        jaxsparse.warm_up(0.1, steps=4), bucket_size=700, **EVERYTHING | {"mesh": mesh}
+    "everything": lambda mesh: jaxsparse.error_feedback(
+        jaxsparse.warm_up(systems.SparDL(0.1), steps=4),
+        bucket_size=700,
+        **EVERYTHING | {"mesh": mesh},
     ),
     "delay": lambda mesh: jaxsparse.top_k(0.1, delay=1, mesh=mesh, specs=SPECS),
     "EF21": lambda mesh: jaxsparse.ef21_sgdm(systems.TopK(0.1), mesh=mesh, specs=SPECS),

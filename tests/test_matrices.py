@@ -10,12 +10,11 @@ from supports import flat
 from workers import some
 
 from jaxsparse import error_feedback, partition, shard
-from jaxsparse.arrays.settings import Stages
 from jaxsparse.comm import wire
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Kept, Leaf, Reducer, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
-from jaxsparse.systems import TopK
+from jaxsparse.systems import Staged, TopK
 
 SHAPES = {
     "bias": (7,),
@@ -99,7 +98,7 @@ def test_a_matrix_without_a_stack_has_one_first_row():
 
 
 def test_beside_others_in_a_partition_and_in_stages():
-    stages = Stages((FirstRows(stacked=None), FirstRows()), (1,))
+    stages = Staged((FirstRows(stacked=None), FirstRows()), (1,))
     tx = partition({"conv": TopK(1.0), "layers": stages})
     (first, second), _ = delivered(tx, steps=2)
     np.testing.assert_array_equal(first["conv"], gradients()["conv"].mean(0))

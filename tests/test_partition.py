@@ -7,7 +7,7 @@ import pytest
 from steps import compiled_step
 from workers import mesh, on_workers
 
-from jaxsparse import Stages, error_feedback, traffic
+from jaxsparse import error_feedback, traffic
 from jaxsparse.arrays import layout
 from jaxsparse.feedback import partition
 from jaxsparse.systems import (
@@ -17,6 +17,7 @@ from jaxsparse.systems import (
     Quantized,
     SketchedSGD,
     SparDL,
+    Staged,
     TopK,
     TrueTopK,
 )
@@ -153,7 +154,6 @@ def test_no_more_memory_than_one_group():
         ("embed", "policy='embed' must be a function"),
         ([("embed", None)], "policy=.* must be a function"),
         ({b"embed": None}, "policy=.* must be a function"),
-        ({"embed": Stages((0.1, 0.2), (3,))}, "policy, for leaf.*: 0.1 must be a reducer"),
         ({"embed": 0.01}, "policy, for leaf.*: 0.01 must be a reducer"),
         ({"embed": TopK}, "policy, for leaf.*: <class"),
         (lambda path, shape: "dense", "policy, for leaf.*: 'dense' must be a reducer"),
@@ -194,6 +194,6 @@ def test_buckets_of_blocks_hold_whole_blocks(limit):
 
 
 def test_a_reducer_may_come_in_stages():
-    reducers = Stages((TopK(0.5), TopK(0.1)), (2,))
+    reducers = Staged((TopK(0.5), TopK(0.1)), (2,))
     updates, _ = train(partition({"embed": reducers}), 1)
     assert np.count_nonzero(updates["embed"][0], axis=(1, 2)).tolist() == [200, 200, 40]

@@ -7,11 +7,10 @@ import pytest
 from recorders import record
 from workers import feedback_loop, few, finished, mesh, on_workers
 
-from jaxsparse import codecs, shard, traffic
-from jaxsparse.arrays.settings import Stages
+from jaxsparse import codecs, error_feedback, shard, traffic
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.quantize import Format
-from jaxsparse.systems import PowerSGD, Quantized, TopK, random_k
+from jaxsparse.systems import PowerSGD, Quantized, Staged, TopK, random_k
 from jaxsparse.systems.random_k import RandomK
 
 WHERE = [(w, way) for way in ("vmap", "shard_map", "shard_map_unchecked") for w in (1, 2, 3, 5, 8)]
@@ -108,7 +107,9 @@ def test_sums_that_overflow_are_kept():
 
 
 def test_density_in_stages():
-    tx = random_k(Stages((0.5, 0.1), (2,)), is_dense=lambda path, shape: False)
+    tx = error_feedback(
+        Staged((RandomK(0.5), RandomK(0.1)), (2,)), is_dense=lambda path, shape: False
+    )
 
     def updates(gradients):
         step = lambda state, g: tx.update(g, state)[::-1]

@@ -1,4 +1,6 @@
-"""Settings that change from stage to stage, and settings chosen by measuring."""
+"""Reducers that change from stage to stage, and settings chosen by measuring."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,109 +14,86 @@ from workers import mesh, some
 import jaxsparse
 from jaxsparse import Stages, partition, shard, traffic, warm_up
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.reducers.stages import Staged
-from jaxsparse.systems import ChunkedTopK, OkTopk, OmniReduce, RandomK, TopK
+from jaxsparse.systems import (
+    ChunkedTopK,
+    GTopK,
+    OkTopk,
+    OmniReduce,
+    RandomK,
+    SparCML,
+    SparDL,
+    Staged,
+    TopK,
+)
 
 
 def test_warm_up_falls_exponentially():
-    stages = warm_up(0.001, steps=400)
-    assert stages.boundaries == (100, 200, 300, 400)
-    np.testing.assert_allclose(np.divide(stages.values[1:], stages.values[:-1]), 0.004**0.25)
-    assert [stages.at(step) for step in (0, 399, 400, 10**6)] == [
-        0.25,
-        stages.values[3],
-        0.001,
-        0.001,
-    ]
+    staged = warm_up(TopK(0.001, selection="sampled"), steps=400)
+    assert staged.boundaries == (100, 200, 300, 400)
+    densities = [reducer.density for reducer in staged.reducers]
+    np.testing.assert_allclose(np.divide(densities[1:], densities[:-1]), 0.004**0.25)
+    assert (densities[0], densities[-1]) == (0.25, 0.001)
+    assert {reducer.selection for reducer in staged.reducers} == {"sampled"}
 
 
-def test_errors_name_what_is_wrong():
-    with pytest.raises(ValueError, match=r"boundaries=\(10,\) divide training into 2 stages"):
-        Stages((0.1,), (10,))
-    with pytest.raises(ValueError, match=r"boundaries=\(10, 5\) must be increasing"):
-        Stages((0.1, 0.2, 0.3), (10, 5))
-    with pytest.raises(ValueError, match=r"boundaries=1\.5 must be an int"):
-        Stages((0.1, 0.2), (1.5,))
-    with pytest.raises(ValueError, match=r"last=0.5 and first=0.25 must satisfy"):
-        warm_up(0.5, steps=10)
-    with pytest.raises(ValueError, match="stages=4 must lie between 1 and steps=3"):
-        warm_up(0.01, steps=3)
-    with pytest.raises(ValueError, match=r"density=0.0 must lie in \(0, 1\]"):
-        jaxsparse.top_k(Stages((0.1, 0.0), (10,)))
-    different = Stages((RandomK(0.1), OkTopk(0.1)), (10,))
-    with pytest.raises(ValueError, match="carry different states"):
-        Staged(different).init(100)
+def test_values_by_steps():
+    stages = Stages((3, 4, 5), (10, 20))
+    assert [stages.at(step) for step in (0, 9, 10, 19, 20, 10**6)] == [3, 3, 4, 4, 5, 5]
 
 
-def test_a_reducer_may_have_a_setting_in_stages():
-    stages = Stages((0.2, 0.1), (2,))
-    want = Staged(Stages((TopK(0.2), TopK(0.1)), (2,)))
-    params = {"w": jnp.zeros((40, 30))}
-    for tx in (
-        jaxsparse.top_k(stages),
-        jaxsparse.error_feedback(TopK(stages)),
-        partition({"w": TopK(stages)}),
-        partition({"w": Stages((TopK(0.2), TopK(0.1)), (2,))}),
-    ):
-        assert tx.init(params).systems == (want.system,)
-        assert jax.tree.structure(tx.init(params)) == jax.tree.structure(
-            jaxsparse.error_feedback(want).init(params)
-        )
-    with pytest.raises(ValueError, match=r"reducer=TopK.* must be a reducer of flat vectors"):
-        RandomK(0.5, reducer=TopK(stages))
+TWO = (TopK(0.2), TopK(0.1))
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (lambda: Stages((1,), (10,)), r"boundaries=\(10,\) divide training into 2 stages"),
+        (lambda: Stages((1, 2, 3), (10, 5)), r"boundaries=\(10, 5\) must be increasing"),
+        (lambda: Stages((1, 2), (1.5,)), r"boundaries=1\.5 must be an int"),
+        (lambda: Staged(TWO, ()), "divide training into 1 stages, but there are 2"),
+        (lambda: Staged(TWO, (0,)), r"boundaries=\(0,\) must be increasing steps, from 1 on"),
+        (lambda: Staged((TopK(0.2), 0.1), (2,)), "reducers: 0.1 must be a reducer"),
+        (lambda: Staged((TopK(0.2), Staged(TWO, (2,))), (2,)), "has stages of its own: list"),
+        (lambda: Staged((RandomK(0.1), OkTopk(0.1)), (10,)).init(100), "carry different states"),
+        (lambda: warm_up(TopK(0.5), steps=10), "first=0.25 must lie between .* 0.5, and 1"),
+        (lambda: warm_up(TopK(0.01), steps=3), "stages=4 must lie between 1 and steps=3"),
+        (lambda: warm_up(ChunkedTopK(8), steps=9), r"reducer=ChunkedTopK\(.* has no density that"),
+        (lambda: warm_up(0.01, steps=9), "reducer=0.01 has no density that could fall"),
         (lambda: jaxsparse.error_feedback("x"), "reducer='x' must be a reducer, such as"),
         (lambda: jaxsparse.error_feedback(TopK), "reducer=<class .* must be a reducer"),
         (lambda: jaxsparse.error_feedback(jaxsparse.top_k(0.1)), "must be a reducer"),
-        (lambda: jaxsparse.error_feedback(Stages((None, TopK(0.1)), (5,))), "reducer=None must"),
-        (
-            lambda: jaxsparse.error_feedback(
-                Stages((TopK(0.5), TopK(Stages((0.2, 0.1), (2,)))), (5,))
-            ),
-            "has stages within stages",
-        ),
-        (
-            lambda: RandomK(Stages((0.2, 0.1), (2,))).init(100),
-            r"Stages\(values=\(0.2, 0.1\).* changes during training: exchange by",
-        ),
-        (
-            lambda: jaxsparse.random_k(
-                Stages((0.2, 0.1), (2,)), reducer=Stages((TopK(0.1), TopK(0.2)), (5,))
-            ),
-            "density and reducer are both Stages",
-        ),
+        (lambda: jaxsparse.top_k(warm_up(TopK(0.1), steps=9)), r"density=Staged.* must be a num"),
     ],
 )
-def test_what_is_no_reducer_is_named(make, text):
+def test_what_is_wrong_is_named(make, text):
     with pytest.raises(ValueError, match=text):
         make()
 
 
 def test_reducers_in_stages_are_taken_everywhere():
-    stages = Stages((ChunkedTopK(8, 64), ChunkedTopK(4, 64)), (2,))
-    inner = ChunkedTopK(Stages((8, 4), (2,)), 64)
-    for reducer in (stages, inner):
-        for make in (jaxsparse.error_feedback, jaxsparse.ef21_sgdm):
-            make(reducer).init({"w": jnp.zeros((40, 30))})
+    staged = Staged((ChunkedTopK(8, 64), ChunkedTopK(4, 64)), (2,))
+    for tx in (
+        jaxsparse.error_feedback(staged),
+        jaxsparse.ef21_sgdm(staged),
+        partition({"w": staged}),
+    ):
+        tx.init({"w": jnp.zeros((40, 30))})
 
 
 MAKE = {
-    "top_k": lambda stages: jaxsparse.top_k(stages),
-    "gtopk": lambda stages: jaxsparse.gtopk(stages, momentum=0.9),
-    "ok_topk": lambda stages: jaxsparse.ok_topk(stages),
-    "spardl": lambda stages: jaxsparse.spardl(stages, teams=2, gather="bruck"),
-    "sparcml": lambda stages: jaxsparse.sparcml(stages, 100, algorithm="all_gather"),
+    "top_k": TopK,
+    "gtopk": GTopK,
+    "ok_topk": OkTopk,
+    "spardl": functools.partial(SparDL, teams=2, gather="bruck"),
+    "sparcml": lambda share: SparCML(round(100 * share), 100, algorithm="all_gather"),
 }
 
 
 @pytest.mark.parametrize("name", some(MAKE, ("top_k",), slow=("spardl",)))
 def test_the_stage_in_force_is_taken(name):
-    values = (20, 5, 1) if name == "sparcml" else (0.2, 0.05, 0.01)
-    tx = MAKE[name](Stages(values, (2, 3)))
+    reducers = tuple(MAKE[name](density) for density in (0.2, 0.05, 0.01))
+    momentum = 0.9 if name == "gtopk" else None
+    tx = jaxsparse.error_feedback(Staged(reducers, (2, 3)), momentum=momentum)
     grads = {"kernel": jax.random.normal(jax.random.key(0), (40, 50))}
     state = jaxsparse.shard(tx.init(grads), 2)
     step = run_on_workers(
@@ -132,7 +111,7 @@ def test_the_stage_in_force_is_taken(name):
 def test_one_stage_may_mask_momentum_and_another_not():
     reducers = (OmniReduce(density=0.25), OmniReduce(density=0.01))
     # Room for the blocks of 8 workers would be room for all blocks, so the first stage is dense.
-    tx = partition({"e": Stages(reducers, (1,))}, momentum=0.5)
+    tx = partition({"e": Staged(reducers, (1,))}, momentum=0.5)
     grads = {"e": jnp.ones((16, 512))}
     step = run_on_workers(
         lambda state, grads: tx.update(jaxsparse.local(grads), state), 8, batch_argnums=()
@@ -147,8 +126,8 @@ def test_one_stage_may_mask_momentum_and_another_not():
 
 @pytest.mark.slow
 def test_bytes_follow_the_stage():
-    density = Stages((0.25, 0.01), (10,))
-    sent = traffic.wire_bytes(compiled_step(jaxsparse.top_k(density), mesh(2)))
+    tx = jaxsparse.error_feedback(Staged((TopK(0.25), TopK(0.01)), (10,)))
+    sent = traffic.wire_bytes(compiled_step(tx, mesh(2)))
     (conditional,) = sent.conditionals
     k = [-(-COMPRESSED // 4), -(-COMPRESSED // 100)]
     assert [b.payload for b in conditional.branches] == [8 * n for n in k]

@@ -8,10 +8,9 @@ import reference_collectives as reference
 from supports import SUPPORTS, run, shares_by_quarter, total, vectors
 from workers import few, finished, on_workers, some
 
-from jaxsparse import Stages, codecs
+from jaxsparse import codecs
 from jaxsparse.collectives.ok_topk import Regions, about_top_k
-from jaxsparse.reducers.stages import Staged
-from jaxsparse.systems import GTopK, OkTopk
+from jaxsparse.systems import GTopK, OkTopk, Staged
 
 SIZE = 61
 
@@ -264,8 +263,8 @@ def test_ok_topk_serves_all_of_the_vector_between_refreshes(name):
 
 @pytest.mark.slow
 def test_ok_topk_follows_a_new_density():
-    stages = Stages((OkTopk(0.25), OkTopk(0.01)), (4,))
-    counts, outcomes = shares_by_quarter(Staged(stages), noise(4, 12, 2000))
+    staged = Staged((OkTopk(0.25), OkTopk(0.01)), (4,))
+    counts, outcomes = shares_by_quarter(staged, noise(4, 12, 2000))
     assert np.all(counts[6:].sum(1) <= 40)
     assert counts[6:].sum(1).mean() >= 12
     assert np.count_nonzero(counts[4:].sum(0)) == 4

@@ -19,9 +19,9 @@ def settings_are_seen() -> None:
         ),
         optax.GradientTransformationExtraArgs,
     )
-    jaxsparse.spardl(jaxsparse.warm_up(0.01, steps=100))
+    jaxsparse.error_feedback(jaxsparse.warm_up(systems.SparDL(0.01), steps=100))
     jaxsparse.sketched_sgd(10, table_dtype="bfloat16", momentum=jnp.float32(0.9))
-    jaxsparse.powersgd(jaxsparse.Stages((None, 2), (100,)))
+    jaxsparse.error_feedback(systems.Staged((systems.Dense(), systems.PowerSGD(2)), (100,)))
     jaxsparse.error_feedback(systems.TopK(0.01), axis_name=None)
     jaxsparse.partition({"embedding": systems.TopK(0.01)}, bucket_size=2**20)
     jaxsparse.ef21_sgdm(systems.SparDL(0.01, teams=2), momentum=0.5)

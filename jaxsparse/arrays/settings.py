@@ -1,4 +1,4 @@
-"""Checks of static settings, settings that change in stages, and arguments of all selections."""
+"""Checks of static settings, and arguments of all selections."""
 
 import bisect
 import dataclasses
@@ -31,16 +31,13 @@ T = TypeVar("T")
 class Stages(Generic[T]):
     """Values of a static setting, each for a range of steps.
 
-    One compiled step has a branch for each value, with messages of the branch's own sizes: a lower
-    density sends fewer bytes. Compile time grows with the number of stages, so use a few.
-
     Attributes:
         values: one value for each stage.
         boundaries: the steps at which all stages but the first begin, in increasing order.
 
-    >>> stages = Stages(values=(0.25, 0.01), boundaries=(100,))
+    >>> stages = Stages(values=(1, 30), boundaries=(100,))
     >>> stages.at(99), stages.at(100)
-    (0.25, 0.01)
+    (1, 30)
     """
 
     values: tuple[T, ...]
@@ -63,42 +60,12 @@ class Stages(Generic[T]):
         return self.values[bisect.bisect_right(self.boundaries, step)]
 
 
-def warm_up(last: float, *, steps: int, first: float = 0.25, stages: int = 4) -> Stages[float]:
-    """A density that falls exponentially from `first` to `last` over so many `steps`, then stays.
-
-    Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3) warms up over four epochs, from
-    25 % by factors of 4. A warm-up is not dense training: momentum that is masked where entries are
-    sent (see `error_feedback`) hardly builds up at a high density.
-
-    >>> warm_up(0.25 / 4**2, steps=200, stages=2)
-    Stages(values=(0.25, 0.0625, 0.015625), boundaries=(100, 200))
-    """
-    if not 0 < last <= first <= 1:
-        raise ValueError(f"last={last} and first={first} must satisfy 0 < last <= first <= 1")
-    if not 1 <= stages <= steps:
-        raise ValueError(f"stages={stages} must lie between 1 and steps={steps}")
-    densities = [first * (last / first) ** (i / stages) for i in range(stages)]
-    return Stages(
-        (*densities, last), tuple(round(steps * i / stages) for i in range(1, stages + 1))
-    )
-
-
-def current(setting: T | Stages[T]) -> T:
-    """The setting, which is one value where a reducer runs: `Staged` has a reducer for each."""
-    if isinstance(setting, Stages):
-        raise ValueError(
-            f"{setting} changes during training: exchange by jaxsparse.error_feedback or "
-            "jaxsparse.partition, which give each stage a reducer of its own"
-        )
-    return setting
-
-
 def check_fields(settings: Any) -> None:
     """Checks each field of a frozen dataclass against its type, or raises ValueError.
 
     An int is stored as an int of Python. A float must be a number, and a value of a Literal one of
     its values. The metadata of `Annotated` types are functions of a field's name and value, which
-    return the value to store or raise ValueError. None and Stages pass where the type names them.
+    return the value to store or raise ValueError. None passes where the type names it.
     """
     kind: Any = type(settings)
     for name, checks in _checks(kind):
@@ -121,8 +88,7 @@ def _checks(kind: Any) -> list[tuple[str, list[Check]]]:
 def _checks_of(hint: Any) -> list[Check]:
     parts = get_args(hint)
     if get_origin(hint) is Annotated:
-        own = [_unless((Stages,), check) for check in parts[1:] if callable(check)]
-        return _checks_of(parts[0]) + own
+        return _checks_of(parts[0]) + [check for check in parts[1:] if callable(check)]
     if get_origin(hint) in (Union, types.UnionType):
         # Values of the other types, such as None, pass.
         kinds = [get_origin(part) or part for part in parts]
@@ -220,22 +186,22 @@ def _check_share(name: str, value: Any) -> float:
     return value
 
 
-# A share of the elements, in (0, 1], or a warm-up of it.
-Density = Annotated[float | Stages[float], _check_share]
+# A share of the elements, in (0, 1].
+Density = Annotated[float, _check_share]
 # A number of things, at least 1.
 Count = Annotated[int, at_least(1)]
 # A seed, 0 <= seed < 2**32.
 Seed = Annotated[int, static_seed]
 
 
-def entries(density: float | Stages[float], size: int, parts: int = 1) -> int:
+def entries(density: float, size: int, parts: int = 1) -> int:
     """Number of entries of each of `parts` parts: density * size / parts, rounded up, at least 1.
 
     >>> entries(0.01, 1000), entries(0.01, 1000, parts=3), entries(0.01, 10)
     (10, 4, 1)
     """
     # A hair less, because 0.07 * 100, which is 7.000000000000001, must not round up to 8.
-    return max(1, math.ceil(current(density) * size / parts * (1 - 1e-12)))
+    return max(1, math.ceil(density * size / parts * (1 - 1e-12)))
 
 
 def check_vector(name: str, x: Array) -> None:

@@ -232,7 +232,7 @@ def _checked(reducer: Any) -> Gathered:
         reason = "changes in stages, and with it the size of its messages"
     raise ValueError(
         f"{reducer.system} {reason}, so that it is no exchange of one message: use a system that "
-        "gathers one message from each worker, without jaxsparse.Stages, such as "
+        "gathers one message from each worker, such as "
         "jaxsparse.chunked_top_k() or jaxsparse.quantized(gather=True)"
     )
 

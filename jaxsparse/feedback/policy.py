@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxsparse.arrays.layout import named_leaves
-from jaxsparse.arrays.settings import Stages
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.reducers.stages import reducer_of
+from jaxsparse.reducers.stages import check_reducer
 
 # The way in which one leaf is exchanged. None: uncompressed.
-Rule = Reducer | Stages[Reducer] | None
+Rule = Reducer | None
 # A function of a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
 Policy = Callable[[str, tuple[int, ...]], Rule]
 # A function of a tree that returns the reducer of each leaf, checked.
@@ -53,7 +52,7 @@ def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
 def _checked(reducer: Any, path: str) -> Reducer | None:
     if reducer is None:
         return None
-    reducer = reducer_of(reducer, f"policy, for leaf{path}: ")
+    reducer = check_reducer(reducer, f"policy, for leaf{path}: ")
     try:
         hash(reducer)
     except TypeError:

@@ -42,7 +42,7 @@ from jaxsparse.feedback.store import (
     without_params,
 )
 from jaxsparse.reducers.base import Leaf, Reducer
-from jaxsparse.reducers.stages import in_stages, reducer_of
+from jaxsparse.reducers.stages import check_reducer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ class ErrorFeedback(LeafOptions):
     @property
     def tree_reducer(self) -> Reducer:
         """The reducer of the whole tree."""
-        return reducer_of(self.reducer)
+        return check_reducer(self.reducer)
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         return _feedback(_one_rule(self.tree_reducer, self.is_dense), self)
@@ -137,24 +137,19 @@ class SystemOptions(LeafOptions):
     """The settings of a system, with the options that all share.
 
     Derived classes have the reducer as their other base, whose fields are then the settings. Or
-    they declare settings of their own, and `made` makes the reducer from them. `transformation`
-    makes the function of the system.
+    they declare settings of their own, and `tree_reducer` makes the reducer from them.
     """
 
     def __post_init__(self):
         """The reducer checks its settings, once it is made."""
 
-    def made(self) -> Reducer:
-        """The reducer of the whole tree, from settings without stages."""
+    @property
+    def tree_reducer(self) -> Reducer:
+        """The reducer of the whole tree."""
         bases = type(self).__mro__[1:]
         return part(
             self, next(k for k in bases if issubclass(k, Reducer) and not issubclass(k, Options))
         )
-
-    @property
-    def tree_reducer(self) -> Reducer:
-        """The same; with `Stages` among the settings, a reducer that changes."""
-        return in_stages(self, lambda settings: settings.made())
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         return _feedback(_one_rule(self.tree_reducer, self.is_dense), self)
@@ -176,7 +171,7 @@ class Partition(StepOptions):
         policy: a function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape that
             returns the leaf's reducer, or None for uncompressed. Or a mapping from regular
             expressions to reducers and None: the first expression found anywhere in the path
-            counts. A reducer that changes during training is `Stages` of reducers.
+            counts.
         default: the reducer, or None, for leaves that no expression of the mapping matches.
 
     Raises:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jaxsparse.arrays.settings import Stages, static_float
+from jaxsparse.arrays.settings import static_float
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import RuleOption, part, transformation
 from jaxsparse.systems.chunked_top_k import ChunkedTopK
@@ -146,11 +146,11 @@ class _SparseLoCo(RuleOption, ChunkedTopK):
     (models of 0.1M and 11M parameters, decay 0.95, benchmarks/results/local_updates.md).
 
     Args:
-        k: number of entries of each chunk that a worker sends, or a warm-up (`jaxsparse.Stages`).
+        k: number of entries of each chunk that a worker sends.
         learning_rate: outer learning rate, or a schedule of it by outer steps.
     """
 
-    k: int | Stages[int] = 512
+    k: int = 512
     _: dataclasses.KW_ONLY
     learning_rate: optax.ScalarOrSchedule = 1.0
     decay: float | None = 0.95

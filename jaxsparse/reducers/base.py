@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxsparse.arrays.platforms import count_where
-from jaxsparse.arrays.settings import Seed, Stages, check_fields
+from jaxsparse.arrays.settings import Seed, check_fields
 from jaxsparse.arrays.stream import SparseStream, filled, to_dense
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.comm import wire
@@ -122,15 +122,8 @@ class Reducer(abc.ABC):
     changes_few = False
 
     def __post_init__(self):
-        has_stages = self.has_stages
         check_fields(self)
-        if not has_stages:
-            self.check()
-
-    @property
-    def has_stages(self) -> bool:
-        """Whether a setting is `Stages`. It then only stands for a reducer that changes."""
-        return any(isinstance(value, Stages) for value in vars(self).values())
+        self.check()
 
     def check(self) -> None:  # noqa: B027 - most settings do not
         """Raises ValueError where settings, each in range, contradict each other."""

@@ -35,7 +35,7 @@ class BlockReducer(Reducer):
     """A reducer of blocks.
 
     Args:
-        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
+        density: share of its blocks that each worker selects, in (0, 1]. The selected
             blocks have the largest l2 norms. None: all blocks that are not zero.
         block_size: number of elements in a block.
     """

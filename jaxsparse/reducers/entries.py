@@ -19,8 +19,7 @@ class EntryReducer(Reducer):
     """A reducer of entries.
 
     Args:
-        density: k, the number of entries, as a share of each bucket's elements, in (0, 1], or a
-            warm-up (`jaxsparse.warm_up`).
+        density: k, the number of entries, as a share of each bucket's elements, in (0, 1].
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
             rounding in the residual. `codecs.EliasFano()` sends about 11 bits an entry.
         selection: the way in which a worker finds its entries. "fast" keeps nearly the largest

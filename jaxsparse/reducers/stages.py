@@ -1,10 +1,9 @@
-"""A reducer whose settings change a few times during training."""
+"""A reducer that changes a few times during training."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,6 @@ from jaxtyping import Array, Float, UInt32
 from jaxsparse.arrays.settings import Stages
 from jaxsparse.comm import wire
 from jaxsparse.reducers.base import Conservation, Info, Kept, Leaf, Reducer, Sums, settle
-
-T = TypeVar("T")
 
 
 class StagedState(NamedTuple):
@@ -30,64 +27,74 @@ _CONSERVATION: tuple[Conservation, ...] = get_args(Conservation)
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Reducer):
-    """Uses the reducer of the current stage, which the number of exchanges so far determines.
+    """A reducer for each range of steps: those of a warm-up, or dense steps before others.
 
-    Skipped steps do not count, except with a delay, where they exchange, too. A branch gets a copy
-    of the vector, so a step of DGC takes twice the memory with a warm-up: 8.5 d floats instead of
-    4.2. The states of stages must have equal shapes and dtypes. A stage without state, such as
-    dense, leaves the others' state as it is.
+    One compiled step has a branch for each reducer, with messages of the branch's own sizes: a
+    lower density sends fewer bytes. Compile time grows with the number of reducers, so use a few. A
+    branch gets a copy of the vector, so a step of DGC takes twice the memory with a warm-up: 8.5 d
+    floats instead of 4.2.
+
+    Steps are the exchanges so far. Skipped steps do not count, except with a delay, where they
+    exchange, too. The reducers' states must have equal shapes and dtypes. One without state, such
+    as dense, leaves the others' state as it is.
+
+    Args:
+        reducers: one reducer for each range.
+        boundaries: the steps at which all but the first begin, in increasing order.
     """
 
-    stages: Stages[Reducer]
+    reducers: tuple[Reducer, ...]
+    boundaries: tuple[int, ...]
 
-    @property
-    def has_stages(self) -> bool:
-        """No: it is the reducer that changes."""
-        return False
+    def check(self) -> None:
+        Stages(self.reducers, self.boundaries)
+        for reducer in self.reducers:
+            check_reducer(reducer, "reducers: ")
+            if isinstance(reducer, Staged):
+                raise ValueError(f"reducers: {reducer!r} has stages of its own: list them all")
 
     @property
     def system(self) -> str:
-        return "-".join(dict.fromkeys(reducer.system for reducer in self.stages.values))
+        return "-".join(dict.fromkeys(reducer.system for reducer in self.reducers))
 
     @property
     def conservation(self) -> Conservation:
         """The weakest promise of any stage."""
-        return max((r.conservation for r in self.stages.values), key=_CONSERVATION.index)
+        return max((r.conservation for r in self.reducers), key=_CONSERVATION.index)
 
     @property
     def alignment(self) -> int:
-        return math.lcm(*(reducer.alignment for reducer in self.stages.values))
+        return math.lcm(*(reducer.alignment for reducer in self.reducers))
 
     @property
     def needs_zeros(self) -> bool:
-        return any(reducer.needs_zeros for reducer in self.stages.values)
+        return any(reducer.needs_zeros for reducer in self.reducers)
 
     @property
     def adapts_messages(self) -> bool:
         """Whether any stage adapts them. The stage itself is the same for all shards."""
-        return any(reducer.adapts_messages for reducer in self.stages.values)
+        return any(reducer.adapts_messages for reducer in self.reducers)
 
     @property
     def whole_leaves(self) -> bool:
-        return any(reducer.whole_leaves for reducer in self.stages.values)
+        return any(reducer.whole_leaves for reducer in self.reducers)
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Staged":
-        stages = tuple(reducer.with_leaves(leaves) for reducer in self.stages.values)
-        return Staged(Stages(stages, self.stages.boundaries))
+        return Staged(tuple(r.with_leaves(leaves) for r in self.reducers), self.boundaries)
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        buckets = zip(*(reducer.split(sizes, dense_size) for reducer in self.stages.values))
-        return tuple(Staged(Stages(bucket, self.stages.boundaries)) for bucket in buckets)
+        buckets = zip(*(reducer.split(sizes, dense_size) for reducer in self.reducers))
+        return tuple(Staged(bucket, self.boundaries) for bucket in buckets)
 
     def init(self, size: int) -> StagedState:
         """The state of the first stage that has one, and a counter."""
-        states = [reducer.init(size) for reducer in self.stages.values]
+        states = [reducer.init(size) for reducer in self.reducers]
         states = [state for state in states if jax.tree.leaves(state)] or states
         kinds = {str(jax.tree.map(jax.typeof, state)) for state in states}
         if len(kinds) > 1:
             raise ValueError(
-                f"stages={self.stages} carry different states, {sorted(kinds)}: let them differ in "
-                "density only"
+                f"reducers={self.reducers} carry different states, {sorted(kinds)}: let them "
+                "differ in density only"
             )
         return StagedState(jnp.uint32(0), states[0])
 
@@ -106,9 +113,9 @@ class Staged(Reducer):
             residual, sent = (wire.varying(each, axis_name) for each in (kept.residual, sent))
             return sums.total, counts, Kept(residual, sent, kept.state)
 
-        begun = [state.step >= jnp.uint32(step) for step in self.stages.boundaries]
+        begun = [state.step >= jnp.uint32(step) for step in self.boundaries]
         stage = sum((b.astype(jnp.int32) for b in begun), jnp.int32(0))
-        branches = [functools.partial(run, reducer) for reducer in self.stages.values]
+        branches = [functools.partial(run, reducer) for reducer in self.reducers]
         total, counts, kept = jax.lax.switch(stage, branches, x, state.reducer)
         kept = kept._replace(
             sent=kept.sent if any(masks) else None,
@@ -117,34 +124,45 @@ class Staged(Reducer):
         return Sums(total, counts.delivered, counts.overflow, is_settled=True), kept
 
 
-def in_stages(settings: T, make: Callable[[T], Reducer]) -> Reducer:
-    """What `make` makes of the settings, or a `Staged` if one of their fields is `Stages`."""
-    if isinstance(settings, Staged):
-        return settings
-    fields = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}  # type: ignore[arg-type]
-    changing = {name: value for name, value in fields.items() if isinstance(value, Stages)}
-    if not changing:
-        return make(settings)
-    if len(changing) > 1:
-        raise ValueError(f"{' and '.join(changing)} are both Stages: let one setting change")
-    ((name, stages),) = changing.items()
-    made = (dataclasses.replace(settings, **{name: value}) for value in stages.values)  # type: ignore[type-var]
-    return Staged(Stages(tuple(map(make, made)), stages.boundaries))
+def warm_up(reducer: Reducer, *, steps: int, first: float = 0.25, stages: int = 4) -> Staged:
+    """A reducer whose density falls exponentially from `first` over so many `steps`, then stays.
 
+    Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3) warms up over four epochs, from
+    25 % by factors of 4. A warm-up is not dense training: momentum that is masked where entries are
+    sent (see `error_feedback`) hardly builds up at a high density.
 
-def reducer_of(reducer: Any, place: str = "") -> Reducer:
-    """What a user's reducer, or `Stages` of them, stands for. `place` is for errors."""
-    given = reducer.values if isinstance(reducer, Stages) else (reducer,)
-    for one in given:
-        if not isinstance(one, Reducer):
-            raise ValueError(
-                f"{place or 'reducer='}{one!r} must be a reducer, such as "
-                "jaxsparse.systems.TopK(0.01), or Stages of reducers"
-            )
-    if not isinstance(reducer, Stages):
-        return in_stages(reducer, lambda settings: settings)
-    if any(one.has_stages for one in given):
+    Args:
+        reducer: the reducer of the last stage, with a `density`, such as
+            `jaxsparse.systems.TopK(0.001)`.
+        steps: the number of steps before the last stage.
+        first: the density of the first stage, in [the reducer's, 1].
+        stages: the number of stages before the last.
+
+    >>> from jaxsparse.systems import TopK
+    >>> staged = warm_up(TopK(0.25 / 4**2), steps=200, stages=2)
+    >>> [each.density for each in staged.reducers], staged.boundaries
+    ([0.25, 0.0625, 0.015625], (100, 200))
+    """
+    last = getattr(reducer, "density", None)
+    if not isinstance(last, float):
         raise ValueError(
-            f"{place or 'reducer='}{reducer!r} has stages within stages: list them all"
+            f"reducer={reducer!r} has no density that could fall: give one such as "
+            "jaxsparse.systems.TopK(0.001), or jaxsparse.systems.Staged of reducers"
         )
-    return Staged(reducer)
+    if not last <= first <= 1:
+        raise ValueError(f"first={first} must lie between the reducer's density, {last}, and 1")
+    if not 1 <= stages <= steps:
+        raise ValueError(f"stages={stages} must lie between 1 and steps={steps}")
+    densities = [first * (last / first) ** (i / stages) for i in range(stages)]
+    before = [dataclasses.replace(reducer, density=density) for density in densities]  # type: ignore[call-arg]
+    starts = tuple(round(steps * i / stages) for i in range(1, stages + 1))
+    return Staged((*before, reducer), starts)
+
+
+def check_reducer(reducer: Any, place: str = "reducer=") -> Reducer:
+    """What a user gave for a reducer. Raises ValueError unless it is one, and hashable."""
+    if not isinstance(reducer, Reducer):
+        raise ValueError(
+            f"{place}{reducer!r} must be a reducer, such as jaxsparse.systems.TopK(0.01)"
+        )
+    return reducer

@@ -3,6 +3,7 @@
 Benchmarks, tests and docs read this table. A new system is one file, and here its import and name.
 """
 
+from jaxsparse.reducers.stages import Staged as Staged
 from jaxsparse.systems.block_sparse import (
     OmniReduce as OmniReduce,
     SparseAllGather as SparseAllGather,

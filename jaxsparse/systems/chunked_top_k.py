@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, select
-from jaxsparse.arrays.settings import Stages, at_least, check_k, check_size, current
+from jaxsparse.arrays.settings import at_least, check_k, check_size
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
 from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
@@ -25,7 +25,7 @@ class ChunkedTopK(Gathered):
     entries.
 
     Args:
-        k: number of entries of each chunk that a worker sends, or a warm-up (`jaxsparse.Stages`).
+        k: number of entries of each chunk that a worker sends.
             Ties go to the lower index. A shorter last chunk sends k entries, too, or all.
         chunk_size: number of consecutive elements in a chunk.
         value_bits: number of bits of a value: 2, 4, 8, 16 (bfloat16) or 32 (exact).
@@ -40,14 +40,14 @@ class ChunkedTopK(Gathered):
     """
 
     changes_few = True
-    k: int | Stages[int] = 64
+    k: int = 64
     chunk_size: Annotated[int, at_least(1)] = 4096
     _: dataclasses.KW_ONLY
     value_bits: Literal[2, 4, 8, 16, 32] = 2
 
     def check(self) -> None:
         _ = self.codec  # raises where it is wrong
-        check_k(current(self.k), self.chunk_size, f"chunk_size={self.chunk_size}")
+        check_k(self.k, self.chunk_size, f"chunk_size={self.chunk_size}")
 
     @property
     def codec(self) -> codecs.EliasFano:
@@ -61,11 +61,11 @@ class ChunkedTopK(Gathered):
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Kept]:
         check_size("x.size", x.size)
-        stream = select.group_top_k(x, current(self.k), self.chunk_size)
+        stream = select.group_top_k(x, self.k, self.chunk_size)
         return encode_entries(x, stream, self.codec, state)
 
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
-        capacity = count_entries(size, current(self.k), self.chunk_size)
+        capacity = count_entries(size, self.k, self.chunk_size)
         return decode_entries(messages, capacity, size, self.codec)
 
 

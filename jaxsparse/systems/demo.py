@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, select
 from jaxsparse.arrays.magnitude import LARGEST, largest_magnitude
-from jaxsparse.arrays.settings import Stages, check_k, current
+from jaxsparse.arrays.settings import check_k
 from jaxsparse.arrays.stream import SparseStream, add_to, to_dense
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
@@ -74,9 +74,8 @@ class DeMo(Gathered, MatrixReducer):
     mesh with inner axes each device transforms its own shards.
 
     Args:
-        k: number of coefficients of each tile that a worker sends, or a warm-up
-            (`jaxsparse.Stages`). Smaller tiles send k, too, or all. With k = chunk**2, u is the
-            mean gradient and M stays 0, up to rounding.
+        k: number of coefficients of each tile that a worker sends. Smaller tiles send k, too, or
+            all. With k = chunk**2, u is the mean gradient and M stays 0, up to rounding.
         chunk: the largest side of a tile, at most 256. An index takes some 9 bits.
         value_bits: number of bits of a value: 16 (bfloat16), 32 (exact), or 2, 4 or 8, as in
             `chunked_top_k`.
@@ -89,7 +88,7 @@ class DeMo(Gathered, MatrixReducer):
         [2.5, 2.5, 2.5, 2.5]
     """
 
-    k: int | Stages[int] = 32
+    k: int = 32
     chunk: int = 64
     _: dataclasses.KW_ONLY
     value_bits: ValueBits = 16
@@ -101,7 +100,7 @@ class DeMo(Gathered, MatrixReducer):
                 f"chunk={chunk} must lie between 1 and {_LARGEST_CHUNK}: it is the side of a "
                 "tile, and 64 is usual"
             )
-        check_k(current(self.k), chunk**2, f"chunk**2={chunk**2}")
+        check_k(self.k, chunk**2, f"chunk**2={chunk**2}")
         _ = self.codec  # raises where it is wrong
 
     @property
@@ -134,7 +133,7 @@ class DeMo(Gathered, MatrixReducer):
         for part in self._parts(x):
             q = _transformed(_small_enough(part))
             tile_size = math.prod(q.shape[1:])
-            stream = select.group_top_k(q.reshape(-1), min(current(self.k), tile_size), tile_size)
+            stream = select.group_top_k(q.reshape(-1), min(self.k, tile_size), tile_size)
             messages.append(self.codec.encode(stream, q.size))
             sent = stream._replace(values=self.codec.rounded(stream, q.size))
             own.append(_inverse(to_dense(sent, q.size).reshape(q.shape)))
@@ -146,7 +145,7 @@ class DeMo(Gathered, MatrixReducer):
         sums, start = [], 0
         for count, height, width in (part.shape for part in parts):
             d = count * width * height
-            n = count_entries(d, min(current(self.k), width * height), width * height)
+            n = count_entries(d, min(self.k, width * height), width * height)
             end = start + self.codec.words(n, d)
             read = lambda m, n=n, d=d: self.codec.decode(m, n, d, jnp.float32)
             added = _added(messages[:, start:end], read, d)

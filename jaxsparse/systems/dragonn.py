@@ -67,8 +67,7 @@ class Dragonn(Gathered, SeededReducer):
     everywhere.
 
     Args:
-        density: m as a share of each bucket's elements, in (0, 1], or a warm-up
-            (`jaxsparse.warm_up`).
+        density: m as a share of each bucket's elements, in (0, 1].
         extract: the way in which slots are filled. "hash" is the published one. "slot_max" sends
             the largest of the elements that share a slot. It fills nearly all slots and needs no
             threshold.

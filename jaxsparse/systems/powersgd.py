@@ -16,10 +16,10 @@ from jaxtyping import Array, Bool, Float, UInt32
 from jaxsparse.arrays import hashing
 from jaxsparse.arrays.layout import cut, join
 from jaxsparse.arrays.magnitude import LARGEST, clipped, scaled
-from jaxsparse.arrays.settings import Stages, at_least, current, static_float
+from jaxsparse.arrays.settings import at_least, static_float
 from jaxsparse.comm import wire
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Conservation, Kept, Reducer, SeededReducer, Sums
+from jaxsparse.reducers.base import Conservation, Kept, SeededReducer, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.table import system
@@ -74,8 +74,9 @@ class PowerSGD(MatrixReducer, SeededReducer):
     * "full", as published (Algorithm 1): both halves in each step, so two all-reduces, one after
       the other, of r (n + m) words together.
 
-    Start dense with `rank=jaxsparse.Stages((None, 2), (100,))`: the first 100 steps send everything
-    and leave no residual, because low ranks approximate the first gradients badly.
+    Low ranks approximate the first gradients badly, so start dense. With
+    `jaxsparse.systems.Staged((Dense(), PowerSGD(2)), (100,))` for a reducer, the first 100 steps
+    send everything and leave no residual.
 
     With FSDP or tensor parallelism, each device factorises its shard of a parameter as a matrix of
     its own. Together, p shards have up to p times the rank, which approximates better. They also
@@ -87,7 +88,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
 
     Args:
         rank: r, the rank of the factors of each matrix, at least 1. It is min(n, m) where that is
-            less. None: everything travels dense. Or `Stages` of None and one rank.
+            less.
         iteration: form of the iteration: "alternating", with one all-reduce a step, or "full", with
             two.
         min_compression_rate: least ratio of a matrix's elements to its factors'. A matrix is
@@ -102,7 +103,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         True
     """
 
-    rank: Annotated[int, at_least(1, "1 to 4 are usual")] | Stages[int | None] | None
+    rank: Annotated[int, at_least(1, "1 to 4 are usual")]
     _: dataclasses.KW_ONLY
     iteration: Iteration = "alternating"
     min_compression_rate: float = 2.0
@@ -122,16 +123,10 @@ class PowerSGD(MatrixReducer, SeededReducer):
 
     def rank_of(self, matrix: Matrix) -> int:
         """The rank of a matrix's factors, or 0 if it travels whole."""
-        rank = min(current(self.rank) or 0, matrix.rows, matrix.columns)
+        rank = min(self.rank, matrix.rows, matrix.columns)
         elements = rank * (matrix.rows + matrix.columns)
         is_smaller = elements * self.min_compression_rate < matrix.rows * matrix.columns
         return rank if is_smaller else 0
-
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """Without a rank it is a dense reducer."""
-        if self.rank is None:
-            return (Dense(),) * len(sizes)
-        return super().split(sizes, dense_size)
 
     def init(self, size: int) -> PowerState:
         """Zeros, which the first exchange replaces by random directions."""

@@ -144,7 +144,8 @@ class _QuantizedSettings(SystemOptions):
     scale: Scale = "bfloat16"
     gather: bool = False
 
-    def made(self) -> Quantized:
+    @property
+    def tree_reducer(self) -> Quantized:
         kind = GatheredQuantized if static_bool("gather", self.gather) else Quantized
         return kind(Format(self.format, self.group_size, self.scale), "nearest")
 
@@ -184,7 +185,8 @@ class _QSGDSettings(SystemOptions):
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     seed: int = 0
 
-    def made(self) -> Quantized:
+    @property
+    def tree_reducer(self) -> Quantized:
         quantizer = quantize.QSGD(self.bits, self.group_size, self.scale)
         return Quantized(quantizer, self.rounding, seed=self.seed)
 
@@ -217,7 +219,8 @@ class _SignSGD(SystemOptions):
 
     group_size: int = dataclasses.field(default=1024, kw_only=True)
 
-    def made(self) -> Quantized:
+    @property
+    def tree_reducer(self) -> Quantized:
         return Quantized(Format("sign", self.group_size, "float32"), "nearest")
 
 

@@ -56,8 +56,7 @@ class RandomK(SeededReducer):
         random_k(0.2, reducer=top, delay=1)
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or a warm-up
-            (`jaxsparse.warm_up`).
+        density: k as a share of each bucket's elements, in (0, 1].
         reducer: the reducer of the drawn values. It can be any reducer of flat vectors, such as
             `systems.TopK(0.1)` or `systems.Quantized(quantize.Format("int4"), "nearest")`. Its
             indices are places among the k values. None: an exact sum.
@@ -82,7 +81,7 @@ class RandomK(SeededReducer):
 
     def check(self) -> None:
         inner = self.inner
-        if not isinstance(inner, Reducer) or inner.whole_leaves or inner.has_stages:
+        if not isinstance(inner, Reducer) or inner.whole_leaves:
             raise ValueError(
                 f"reducer={self.reducer!r} must be a reducer of flat vectors, such as "
                 "jaxsparse.systems.TopK(0.1) or systems.Dense()"

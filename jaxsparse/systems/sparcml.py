@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs, quantize, select
-from jaxsparse.arrays.settings import Stages, check_size, current, static_float
+from jaxsparse.arrays.settings import check_size, static_float
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.messages import AllReduced, MessageFormat
 from jaxsparse.collectives.sparcml import (
@@ -51,7 +51,7 @@ class SparCML(SeededReducer):
     sparcml(...), optax.scale(-1))`.)
 
     Args:
-        k: number of entries of each group that a worker sends, or a warm-up (`jaxsparse.Stages`).
+        k: number of entries of each group that a worker sends.
         group_size: number of consecutive elements in a group.
         algorithm: the all-reduce: "recursive_double", "split_allgather" (both SSAR),
             "dsar_split_allgather", "all_gather" or "ring". "auto" takes the fastest one on `link`
@@ -75,7 +75,7 @@ class SparCML(SeededReducer):
         seed: seed of stochastic rounding.
     """
 
-    k: int | Stages[int] = 4
+    k: int = 4
     group_size: int = 512
     _: dataclasses.KW_ONLY
     algorithm: Algorithm = "auto"
@@ -93,7 +93,7 @@ class SparCML(SeededReducer):
                 f"link={self.link!r} must be a jaxsparse.Link(latency=..., bandwidth=...), in "
                 "seconds and bytes a second"
             )
-        if not 1 <= current(self.k) <= self.group_size:
+        if not 1 <= self.k <= self.group_size:
             raise ValueError(f"k={self.k} must lie between 1 and group_size={self.group_size}")
         codecs.check_codec(self.codec)
         factor = self.union_factor
@@ -127,7 +127,7 @@ class SparCML(SeededReducer):
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         check_size("x.size", x.size)
-        stream = select.group_top_k(x, current(self.k), self.group_size)
+        stream = select.group_top_k(x, self.k, self.group_size)
         key = None
         if self._is_random:
             key = jax.random.fold_in(jax.random.key(self.seed), state)
@@ -193,17 +193,17 @@ class SparCML(SeededReducer):
 
     def entries(self, size: int) -> int:
         """The number of entries in a worker's stream."""
-        return count_entries(size, current(self.k), self.group_size)
+        return count_entries(size, self.k, self.group_size)
 
     def capacity(self, size: int, workers: int) -> int:
         """The most entries of a worker's stream in one owner's range of the split algorithms."""
-        return most_entries(size, current(self.k), self.group_size, workers)
+        return most_entries(size, self.k, self.group_size, workers)
 
     def union_capacity(self, size: int, workers: int) -> int | None:
         """The room for one owner's sums in "split_allgather". None: room for all."""
         if self.union_factor is None:
             return None
-        m, k = -(-size // workers), current(self.k)
+        m, k = -(-size // workers), self.k
         # E[K] of appendix B, in one range: the expected number of elements in the union of W random
         # supports. The last group may be shorter, and then has more entries for its size.
         rest = size % self.group_size

@@ -37,8 +37,7 @@ class SparDL(EntryReducer):
     less than L. Momentum is masked where a worker put forward an entry that was delivered.
 
     Args:
-        density: share of each bucket's elements that a step delivers, in (0, 1], or a warm-up
-            (`jaxsparse.warm_up`).
+        density: share of each bucket's elements that a step delivers, in (0, 1].
         teams: number of teams of workers, a divisor of their number. More teams mean fewer rounds,
             or as many. With "recursive", two teams receive as many words as one, and four or more
             receive more. With "bruck", more teams receive fewer words where they put forward

@@ -66,8 +66,10 @@ class _DGC(SystemOptions, TopK):
 
         tx = optax.chain(optax.clip_by_global_norm(threshold / W**0.5), jaxsparse.dgc(0.001), ...)
 
-    `density=jaxsparse.warm_up(0.001, steps=...)` lowers the density from 25 % (3.3). The paper does
-    so over the first four of about 80 epochs.
+    The paper lowers the density from 25 % over the first four of about 80 epochs (3.3):
+
+        last = jaxsparse.systems.TopK(0.001, selection="sampled")
+        tx = jaxsparse.error_feedback(jaxsparse.warm_up(last, steps=...), momentum=0.9)
 
     Args:
         selection: see `top_k`. "sampled" is the paper's, and
@@ -98,7 +100,7 @@ class _MSTopK(SystemOptions):
     host are JAX's own, which sums exactly over them: see `jaxsparse.value_and_grad`.)
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
+        density: k as a share of each bucket's elements, in (0, 1].
         passes: number of trial thresholds; see `jaxsparse.select.bisection_threshold`.
         codec: wire format of the messages.
     """
@@ -107,7 +109,8 @@ class _MSTopK(SystemOptions):
     passes: int = dataclasses.field(default=DEFAULT_PASSES, kw_only=True)
     codec: codecs.Codec = dataclasses.field(default=codecs.COO, kw_only=True)
 
-    def made(self) -> TopK:
+    @property
+    def tree_reducer(self) -> TopK:
         return TopK(self.density, codec=self.codec, selection=Bisection(self.passes))
 
 
