@@ -1,4 +1,4 @@
-"""Sketched and sparse gradient exchange for data-parallel training in JAX.
+"""Data-parallel training in JAX with few bytes: in few bits, sparse, sketched, by local steps.
 
 Chain one of the transformations before an Optax optimizer, and take this `value_and_grad` in the
 place of JAX's. The step stays your own `jax.jit`:
@@ -43,6 +43,8 @@ from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
 from jaxsparse.training.watching import watch
 from jaxsparse.training.weighted import mean_of, weighted
+
+__version__ = "0.3.0"
 
 # The names that a training program uses. Building blocks are in the modules imported above.
 __all__ = [

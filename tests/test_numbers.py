@@ -86,20 +86,18 @@ SIDE = {  # rows of a table: what exchanges the text's gradients and those of di
     "| `powersgd(4)`, behind Adam |": ("PowerSGD rank 4, behind Adam", "PowerSGD rank 4"), "| `powersgd(2)`, behind Adam |": ("PowerSGD rank 2, behind Adam", "PowerSGD rank 2"),
     "| `ef21_sgdm(SparDL(0.01))` |": ("EF21-SGDM, before Adam", "EF21-SGDM"),
 }
+COSTS = [  # words of a row, steps between exchanges, what is sent, its recipe, and optimizers
+    ("gradients, dense", 1, "dense", "gradients, dense", "adamw", "muon"), ('gradients, `quantized("int4")`', 1, "int4", "gradients, int4", "adamw", "muon"),
+    ("ten local steps, dense", 10, "dense", "local 10, dense", "adamw", "muon"), ('ten local steps, `quantized("int4")`', 10, "int4", "local 10, int4", "adamw", "muon"),
+    ("ten local steps, `sign_sgd()`", 10, "sign", "local 10, sign", "adamw", "muon"), ("updates, `spardl(0.01)`", 1, "SparDL 1 %", "updates, SparDL 1 %", "adamw"),
+    ("updates, a random 20th, in place of anything clever", 1, "random 1/20", "updates, random 1/20", "adamw"), ("updates, `sketched_sgd(20)`", 1, "sketched 20x", "updates, sketched 20x", "adamw"),
+]
 PAGES = {"README.md": [
-    ("A small transformer then ends", ".2f", *SMALL),
-    ("A GPT of 10.9M parameters", ",", gpt["dense"].steps[-1], len(gpt["dense"].curves)),
-    ("two bits. It took", ".0f", *(getattr(gpt["dense"], x) / getattr(gpt[CHUNKS], x) for x in ("payload", "received"))),
-    ("those received, and ended", ".2f", over(CHUNKS)),
     ("Ten local steps by SparseLoCo", ".1f", end(gpt, CHUNKS), hours(CHUNKS)),
     ("mean of ten steps at", "", *two(end(gpt, MEAN)), f"{hours(MEAN):.1f}", *two(end(gpt, BITS)), f"{hours(BITS):.1f}", *two(end(gpt, "dense")), f"{hours('dense'):.0f}"),
-    ("That model reaches", "", f"{minutes(CHUNKS):.1f}", f"{minutes(MEAN):.0f}", f"{minutes('dense') / 60:.1f}", f"{minutes(SIGNS):.1f}"),
-    ("exchanged as signs, receive", "", f"{10 * fewer:.0f}", f"{model.parameters:,}", *three(mapped(SIGNS), mapped(MUON), above(SIGNS, MUON), mapped(ADAMW), above(ADAMW, MUON))),
-    ("after each step, it receives", "", f"{fewer / turns:.0f}", *three(mapped(WARM), above(WARM, MUON), above(ADAMW, WARM))),
-    ("a factor of 2 to", ".0f", 32 / (1 + 16 / 256)),
-    ("96.5 % of test accuracy in", "", f"{reached('dense'):.0f}", f"{reached('spardl'):.1f}", f"{reached('chunked_top_k, every 10 steps'):.1f}"),
-    *((f"| {x} |", "", *quick(y)) for x, y in zip(("dense", "local steps, 10, SparseLoCo", "SparDL, 1 %", "sketched 10x"), tried.values(), strict=True)),
-    ("of 2^27 elements takes", ".0f", min(picked), max(picked)),
+    ("A transformer of", ",", model.parameters, model.workers, ends.steps),
+    *((f"| {words} |", "", f"{every * moved('dense') / moved(sent):.0f}x", *three(*(mapped(f"{x}, {recipe}") for x in by))) for words, every, sent, recipe, *by in COSTS),
+    ("`spardl(0.01)` ends at dense's", "", quick(tried["dense"])[1], quick(tried["SparDL 1 %"])[3][:-1]),
 ], "docs/which.md": [
     ("steps of Muon by signs end", ".3f", above(SIGNS, MUON), above(ADAMW, MUON), -above(SIGNS, ADAMW)),
     ("AdamW that trains for", "", "600", "2,000", *three(shorter.ends[ADAMW].above(ends.ends[ADAMW])[0], above(ADAMW, MUON))),
