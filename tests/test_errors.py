@@ -55,6 +55,7 @@ SETTINGS = {
         lambda: jaxsparse.top_k(jnp.ones(1)),
         r"density=Array.* must be a number: it is static \(list it in static_args",
     ),
+    "k as a share": (lambda: jaxsparse.sparcml(0.01), "k=0.01 must be an int: it is no share"),
     "teams": (lambda: jaxsparse.spardl(0.1, teams=1.0), r"teams=1.0 must be an int"),
     "no bool": (lambda: jaxsparse.quantized(gather=1), "gather=1 must be True or False"),
     "compression": (lambda: jaxsparse.sketched_sgd("10"), "compression='10' must be a number"),
@@ -109,7 +110,7 @@ SETTINGS = {
         r"selection='topk' is unknown: use 'top_k' or 'heavymix'",
     ),
     "table_dtype": (lambda: sketched(table_dtype="int8"), r"table_dtype=int8.*use float32"),
-    "no budget": (lambda: jaxsparse.sketched_sgd(k=5), r"k=5 and cols=None: give both, or a comp"),
+    "no budget": (lambda: jaxsparse.sketched_sgd(k=5), r"k=5 and cols=None: give compression=10"),
     "too much budget": (
         lambda: jaxsparse.sketched_sgd(10, k=5, cols=40),
         r"compression=10, k=5 and cols=40 cannot all hold",

@@ -134,7 +134,9 @@ def at_least(least: int, hint: str = "") -> Check:
 def static_int(name: str, value: Any) -> int:
     """The setting `value` as an int. It may be one of NumPy's integers, but no bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name}={value!r} must be an int: {_static(value)}")
+        is_share = name == "k" and isinstance(value, float) and value < 1
+        why = "it is no share, but a number: 5 of each 512 are 1 %" if is_share else _static(value)
+        raise ValueError(f"{name}={value!r} must be an int: {why}")
     return operator.index(value)
 
 

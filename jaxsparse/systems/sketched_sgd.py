@@ -123,7 +123,8 @@ class SketchedSGD(SeededReducer):
     def check(self) -> None:
         if self.compression is None and (self.k is None or self.cols is None):
             raise ValueError(
-                f"k={self.k} and cols={self.cols}: give both, or a compression that sets the rest"
+                f"k={self.k} and cols={self.cols}: give compression=10 for a tenth of the words, "
+                "or both"
             )
         if self.compression is not None:
             if not static_float("compression", self.compression) >= 1:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from jaxsparse.arrays.printing import aligned
 
+_WIDTH = 60  # characters of a cell that says where a collective comes from
 # Bytes that one of W devices receives per byte of operand.
 RECEIVED: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda W: 2 * (W - 1) / W,  # as a ring: reduce-scatter, then all-gather
@@ -248,7 +249,10 @@ def check_axis(axis_names: tuple[str, ...], axis_name: str | None = None) -> Non
 def _row(c: Collective) -> list[str]:
     payload, received = c.count * c.payload_bytes, _number(c.count * c.received_bytes)
     numbers = [str(c.count), str(c.group_size), str(payload), received]
-    return [c.op, ", ".join(c.axes), *numbers, _few(c.shapes), c.op_name or c.name]
+    where = c.op_name or c.name
+    if len(where) > _WIDTH:  # its end says most
+        where = f"...{where[-_WIDTH:]}"
+    return [c.op, ", ".join(c.axes), *numbers, _few(c.shapes), where]
 
 
 def _total_row(axes: str, moved: WireBytes) -> list[str]:
