@@ -539,3 +539,14 @@ def test_rows_that_each_device_holds_are_warned_of():
     after = step(split)  # it comes back whole, and the next call says so
     with pytest.warns(UserWarning, match="is per-worker state, but each device holds that of all"):
         step(after)
+
+
+def test_a_loss_that_fails_is_told_what_was_split():
+    stats, x = jnp.zeros(6), jnp.ones((8, 6))
+    loss = lambda w, stats, x: ((x - stats[None]) @ w).sum()
+    both = jaxsparse.value_and_grad(loss, workers=2)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        both(jnp.ones(6), stats, x)
+    assert "as batch_argnums" in caught.value.__notes__[0]
+    value, _ = jaxsparse.value_and_grad(loss, workers=2, batch_argnums=2)(jnp.ones(6), stats, x)
+    assert value.tolist() == [24.0, 24.0]

@@ -63,7 +63,8 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
             raise ValueError(
                 f"the chain does not take gradients with a row for each worker "
                 f"({str(error).splitlines()[0]}). If a wrapper around the exchange combines them, "
-                "as optax.contrib.mechanize does, or branches, as optax.apply_if_finite and "
+                "as optax.contrib.mechanize does, hides some, as optax.masked does (whose mask, if "
+                "it is a function, sees rows), or branches, as optax.apply_if_finite and "
                 "optax.conditionally_transform do, put it behind the exchange, which skips steps "
                 "that are not finite by itself. Accumulate gradients by a scan over microbatches "
                 "in place of optax.MultiSteps"

@@ -119,7 +119,16 @@ def value_and_grad(
         def one(*leaves: Any) -> OwnAndEqual:
             nonlocal outputs
             args, kwargs = released(treedef.unflatten(leaves))
-            found, outputs = jax.tree.flatten(differentiate(*args, **kwargs))
+            try:
+                found, outputs = jax.tree.flatten(differentiate(*args, **kwargs))
+            except Exception as error:
+                if batch_argnums is None and len(args) > 2:
+                    error.add_note(
+                        "The loss sees one worker's rows of argument 1, and all else whole. If "
+                        "another argument is the batch, give jaxsparse.value_and_grad its number "
+                        "as batch_argnums"
+                    )
+                raise
             return [jnp.asarray(x) for x in found], []
 
         each = _on_workers(one, count, found, axis_name, is_split, via)
