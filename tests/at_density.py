@@ -23,11 +23,7 @@ FIXED = ("dense", "qsgd", "quantized", "sign_sgd")  # the same at every density
 
 
 def one_in(density: float, group_size: int) -> tuple[int, int]:
-    """The k and group size for about this density. The group grows if k would be below 1.
-
-    >>> one_in(0.01, 512), one_in(0.001, 512)
-    ((5, 512), (1, 1000))
-    """
+    """The k and group size for about this density. The group grows if k would be below 1."""
     if density * group_size < 1:
         group_size = math.floor(1 / density + 0.5)
     return max(1, round(density * group_size)), group_size

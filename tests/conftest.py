@@ -22,6 +22,12 @@ import pytest
 
 from jaxsparse.arrays import platforms
 
+# Collecting makes objects that stay, so collecting garbage meanwhile takes a third of its time.
+gc.disable()
+# `--doctest-modules` would import modules that hold no tests, too.
+FILES = Path(__file__).parent.glob("*.py")
+collect_ignore = [path.name for path in FILES if not path.name.startswith("test_")]
+
 MAPPINGS = Path("/proc/self/maps")  # memory mappings; only Linux has this file
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -63,6 +69,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """Keeps imported objects out of garbage collections. Tracing causes many of these."""
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000)
 
 

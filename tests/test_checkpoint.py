@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import run_resume
 import running
 from running import cache_in, patient_loops
-from sklearn.datasets import load_digits
 from workers import mesh
 
 import jaxsparse
@@ -207,6 +205,8 @@ def train(method, seed, counts, folder):
         leaf: the sum of the gradients' means so far, the sum of the updates, and the mean of the
         residuals.
     """
+    from sklearn.datasets import load_digits  # which takes two seconds
+
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     rng = np.random.default_rng(seed)

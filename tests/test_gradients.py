@@ -80,7 +80,7 @@ def plain():
 SENT = {"dense": lambda **o: jaxsparse.dense(**o), "all": lambda **o: jaxsparse.top_k(1.0, **o)}
 # Numbers of workers are simulated; tuples are meshes.
 PLACES = [8, (1,), (2,), (3,), (5,), (8,), (4, 2), (2, 4)]
-USUAL = [(8, "all"), ((3,), "dense"), ((4, 2), "all")]
+USUAL = [(8, "all"), ((4, 2), "all")]
 
 
 @pytest.mark.parametrize("case", some(itertools.product(PLACES, SENT), USUAL), ids=str)
@@ -112,7 +112,7 @@ def test_the_state_has_rows_and_means_are_exchanged():
         updates, state = tx.update(grads, state, params)
         return updates, state, grads
 
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     updates, after, grads = step(params, state, batch)
     for x in (*jax.tree.leaves(after.residual), *jax.tree.leaves(grads)):
         assert x.shape[0] == 8
@@ -143,14 +143,15 @@ def test_the_number_of_a_worker_and_rows_of_all_that_returns():
     for workers, shape in ((4, None), (None, (4,)), (None, (4, 2))):
         params, batch = problem(shape and mesh_of(shape))
         both = jaxsparse.value_and_grad(loss, has_aux=True, workers=workers)
-        (values, aux), grads = both(params, batch, 2.0)
+        (values, aux), grads = jax.jit(both)(params, batch, 2.0)
         assert aux["rank"].tolist() == [0, 1, 2, 3]
         assert aux["seen"].tolist() == [6] * 4
-        whole, (_, own) = jax.value_and_grad(loss_of)(*problem()), problem()
+        whole, (_, own) = jax.jit(jax.value_and_grad(loss_of))(*problem()), problem()
         np.testing.assert_allclose(values.mean(), 2 * whole[0], rtol=1e-5)
-        part = jax.grad(loss_of)(problem()[0], tuple(x[6:12] for x in own))
+        part = jax.jit(jax.grad(loss_of))(problem()[0], tuple(x[6:12] for x in own))
         np.testing.assert_allclose(grads["w"][1], 2 * part["w"], rtol=2e-4, atol=1e-6)
-        only, rest = jaxsparse.grad(loss, has_aux=True, workers=workers)(params, batch, 2.0)
+        gradient = jax.jit(jaxsparse.grad(loss, has_aux=True, workers=workers))
+        only, rest = gradient(params, batch, 2.0)
         chex.assert_trees_all_close(only, grads)
         assert rest["scale"].tolist() == [2.0] * 4
 
@@ -190,8 +191,9 @@ def test_a_mean_over_tokens_is_that_of_the_whole_batch():
         return jaxsparse.mean_of(each.sum(), mask.sum())
 
     params, batch = problem()
-    wanted, gradient = jax.value_and_grad(whole)(params, (*batch, mask))
-    found, grads = jaxsparse.value_and_grad(own, workers=4)(params, (*batch, mask))
+    batch = (*batch, mask)
+    wanted, gradient = jax.jit(jax.value_and_grad(whole))(params, batch)
+    found, grads = jax.jit(jaxsparse.value_and_grad(own, workers=4))(params, batch)
     np.testing.assert_allclose(found.mean(), wanted, rtol=1e-6)
     np.testing.assert_allclose(grads["w"].mean(0), gradient["w"], rtol=1e-5, atol=1e-6)
 
@@ -215,7 +217,7 @@ def test_models_keep_their_constraints_and_convolutions(shape):
         return jnp.mean((moved[..., 0] @ params["v"] - y) ** 2)
 
     grads = jax.jit(jaxsparse.grad(loss))(params, batch)
-    wanted = jax.grad(functools.partial(loss, constrain=False))(*problem())
+    wanted = jax.jit(jax.grad(functools.partial(loss, constrain=False)))(*problem())
     chex.assert_trees_all_close(
         jax.tree.map(lambda x: x.mean(0), jax.device_get(grads)), wanted, rtol=1e-4, atol=1e-6
     )
@@ -234,7 +236,7 @@ def test_constraints_of_the_mesh_in_context(shape):
             hidden = jax.lax.with_sharding_constraint(hidden, P(mesh.axis_names))
         return jnp.mean((hidden @ params["v"] - batch[1]) ** 2)
 
-    wanted = jax.grad(loss)(*problem())
+    wanted = jax.jit(jax.grad(loss))(*problem())
     for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
         with context:
             grads = jax.jit(jaxsparse.grad(loss))(params, batch)
@@ -491,7 +493,7 @@ def test_a_convolution_and_keys_of_ones_own_run_beside_inner_axes_without_a_mesh
 
     kernel, x = jnp.ones((3, 2, 3, 3)), jnp.arange(200.0).reshape(4, 2, 5, 5) / 100
     found = jax.jit(jaxsparse.grad(loss, mesh=mesh_of((2, 2))))(kernel, x)
-    simulated = jaxsparse.grad(loss, workers=2)(kernel, x)
+    simulated = jax.jit(jaxsparse.grad(loss, workers=2))(kernel, x)
     np.testing.assert_allclose(found, simulated, rtol=1e-5)
     assert np.abs(found[0] - found[1]).max() > 1
 
