@@ -28,7 +28,7 @@ import jaxsparse
 from jaxsparse.systems import Dense, RandomK, SketchedSGD, TrueTopK
 
 number = spardl.digits.number
-MOMENTS = {"right": np.mean, "deviation": np.std}
+MOMENTS: dict[str, Callable[[Any], Any]] = {"right": np.mean, "deviation": np.std}
 
 
 TAILS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
