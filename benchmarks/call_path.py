@@ -6,17 +6,9 @@ of the package's own functions (lambdas, comprehensions and resumed generators, 
 of their starts. A move is a call whose file is not that of the call before it. Returns do not
 count, nor does what a decorator puts around a function. Compare counts within one version of Python
 only: 3.12 runs comprehensions without a frame.
-
-    python benchmarks/call_path.py                          # dense, spardl, sketched_sgd
-    python benchmarks/call_path.py gtopk --files            # and how often each file is entered
-    python benchmarks/call_path.py top_k --set selection=exact
 """
 
-import argparse
-import ast
-import collections
 import functools
-import inspect
 import itertools
 import re
 import sys
@@ -30,22 +22,12 @@ import jax.numpy as jnp
 import jaxsparse
 
 PACKAGE = Path(jaxsparse.__file__).parent
-WORKERS = 4
 WRAPPER = re.compile(r"unwrapped\.<locals>")
-USUAL = {"momentum": 0.9, "density": 0.01}  # for every system that has such a setting
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "spardl": {"density": 0.01},
     "sketched_sgd": {"k": 8, "cols": 64, "rows": 3},
-    "sparcml": {"k": 4},
-    "true_top_k": {"k": 8},
 }
-
-
-def transformation(name: str, changed: dict[str, Any]) -> Any:
-    """The named transformation with small settings."""
-    make = getattr(jaxsparse, name)
-    known = inspect.signature(make).parameters
-    usual = {setting: value for setting, value in USUAL.items() if setting in known}
-    return make(**{"workers": WORKERS, **usual, **SETTINGS.get(name, {}), **changed})
 
 
 @functools.cache  # asked for each of a million calls
@@ -57,9 +39,9 @@ def own_file(code: types.CodeType) -> str | None:
     return str(path.relative_to(PACKAGE))
 
 
-def calls(name: str, changed: dict[str, Any]) -> list[str]:
+def calls(name: str) -> list[str]:
     """The file of each call of an own function during one `update`, in order."""
-    tx = transformation(name, changed)
+    tx = getattr(jaxsparse, name)(workers=4, momentum=0.9, **SETTINGS[name])
     params = {"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
     files: list[str] = []
 
@@ -74,42 +56,15 @@ def calls(name: str, changed: dict[str, Any]) -> list[str]:
         finally:
             sys.setprofile(None)
 
-    gradients = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), params)
+    gradients = jax.tree.map(lambda x: jnp.stack([x] * 4), params)
     jax.clear_caches()
     jax.eval_shape(update, gradients, tx.init(params))
     return files
 
 
-def entries(files: list[str]) -> collections.Counter[str]:
-    """Numbers of entries into each file, from another file or from outside."""
-    return collections.Counter(file for file, _ in itertools.groupby(files))
-
-
-def setting(text: str) -> tuple[str, Any]:
-    """`k=8` as a name and a value. A value that is no Python literal is a string."""
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("systems", nargs="*", default=["dense", "spardl", "sketched_sgd"])
-    parser.add_argument("--files", action="store_true", help="list the entries into each file")
-    parser.add_argument("--set", nargs="+", type=setting, default=[], metavar="NAME=VALUE")
-    given = parser.parse_args()
-    print("| system | files | moves |\n|---|---|---|")
-    found = {name: entries(calls(name, dict(given.set))) for name in given.systems}
-    for name, counts in found.items():
-        print(f"| `{name}` | {len(counts)} | {counts.total() - 1} |")
-    if given.files:
-        for name, counts in found.items():
-            print(f"\n{name}:")
-            for file, count in counts.most_common():
-                print(f"  {count:4} {file}")
-
-
 if __name__ == "__main__":
-    main()
+    print("| system | files | moves |\n|---|---|---|")
+    for name in SETTINGS:
+        files = calls(name)
+        moves = sum(one != other for one, other in itertools.pairwise(files))
+        print(f"| `{name}` | {len(set(files))} | {moves} |")

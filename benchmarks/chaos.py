@@ -5,15 +5,14 @@
     python benchmarks/chaos.py --story kill
     python benchmarks/chaos.py --show
 
-Four islands (examples/islands/island.py), each a process, meet at moto's S3 server by HTTP, which
-keeps its objects on disk here. Between each island and the server stands a proxy with a rate each
-way (s3.py). After all have taken part in a round, the story begins. Each
-`--period` seconds it strikes once, for `--away` seconds:
+Four islands (examples/islands/island.py), each a process, meet at moto's S3 server by HTTP. Between
+each island and the server stands a proxy with a rate each way (links.py). After all have taken part
+in a round, the story begins. Each `--period` seconds it strikes once, for `--away` seconds:
 
     calm    nothing happens
     kill    an island gets SIGKILL, and is started again
     stop    an island gets SIGSTOP, and SIGCONT
-    store   the server gets SIGKILL, and is started again with the objects that it had
+    links   the proxies get SIGKILL, and are started again: no island reaches the store meanwhile
     half    an island gets SIGKILL, and the first halves of messages stand in the open round: one in
             its name, and one in the name of a stranger. It is started again
     disk    an island can't write what is as long as a message (RLIMIT_FSIZE), as on a full disk.
@@ -53,8 +52,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import links
 import numpy as np
-import s3
+import timing
 
 from jaxsparse.islands import Store
 from jaxsparse.islands.protocol import decision_key, list_posted, list_rounds
@@ -85,7 +85,7 @@ STORIES = {
     "calm": Story(),
     "kill": Story("kill", "start", 20.0),
     "stop": Story("stop", "go on", 60.0),
-    "store": Story("cut", "mend", 30.0),
+    "links": Story("cut", "mend", 30.0),
     "half": Story("half", "start", 20.0),
     "disk": Story("full", "free", 60.0),
     "slow": Story(),
@@ -252,55 +252,38 @@ def mean_above(points: Points, calm: Points) -> float | None:
 
 
 HEADS = (
-    "story",
-    "seed",
-    "minutes",
-    "load",
-    "failures",
-    "rounds",
-    "longest stall",
-    "steps that count",
-    "of calm's a second",
-    "equal",
-    "held-out loss",
-    "above calm",
-    "second half",
-    "M tokens",
-    "MB",
-    "requests",
-    "ended",
+    *("story", "seed", "minutes", "load", "failures", "rounds", "longest stall"),
+    *("steps that count", "of calm's a second", "equal", "held-out loss", "above calm"),
+    *("second half", "M tokens", "MB", "requests", "ended"),
 )
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """Runs as Markdown. The calm run to compare with has the same settings and the same seed."""
-    rows = [HEADS, ("---",) * len(HEADS)]
+    rows = [timing.head(*HEADS)]
+    rate = lambda line: line["counted"] / line["seconds"]  # of all islands together
+    same = ("seed", "settings", "rate", "pause")
+    like = lambda line: [line.get("job", "islands"), *(line[key] for key in same)]
     for line in lines:
-        calm = [
-            one
-            for one in lines
-            if one["story"] == "calm"
-            and _job(one) == _job(line)
-            and all(one[key] == line[key] for key in ("seed", "settings", "rate", "pause"))
-        ]
+        calm = [one for one in lines if one["story"] == "calm" and like(one) == like(line)]
         curves: list[Points] = [one["curve"] for one in calm if one["curve"]]
         most: Points = max(curves, key=lambda points: points[-1][0], default=[])
         longest = max(calm, key=lambda one: one["seconds"], default=None)
-        is_calm = line["story"] == "calm"
         differences = [
-            None if is_calm else found(line["curve"], most) for found in (above, mean_above)
+            None if line["story"] == "calm" else found(line["curve"], most)
+            for found in (above, mean_above)
         ]
         rows.append(
-            (
-                line["story"] + (", synchronous" if _job(line) == "synchronous" else ""),
-                f"{line['seed']}",
+            timing.row(
+                line["story"] + (", synchronous" if line.get("job") == "synchronous" else ""),
+                line["seed"],
                 f"{line['seconds'] / 60:.1f}",
                 f"{line['load']:.1f} on {line['cores']}",
-                f"{line['failures']}",
-                f"{line['rounds']}",
+                line["failures"],
+                line["rounds"],
                 f"{line['stall']:.1f} s",
                 f"{100 * line['counted'] / line['made']:.1f} %",
-                "" if longest is None else f"{100 * _rate(line) / _rate(longest):.1f} %",
+                "" if longest is None else f"{100 * rate(line) / rate(longest):.1f} %",
                 "yes" if not line["unlike"] else f"not in {line['unlike']}",
                 f"{line['curve'][-1][1]:.3f}" if line["curve"] else "",
                 *("" if x is None else f"{x:+.3f}" for x in differences),
@@ -310,16 +293,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
                 ", ".join(line["ended"]) or "well",
             )
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _job(line: Mapping[str, Any]) -> str:
-    return str(line.get("job", "islands"))
-
-
-def _rate(line: Mapping[str, Any]) -> float:
-    """Steps that count a second, of all islands together."""
-    return float(line["counted"] / line["seconds"])
+    return "\n".join(rows)
 
 
 # --- processes
@@ -358,35 +332,31 @@ class Server:
     """moto's S3 server with a bucket, and a proxy for each island."""
 
     def __init__(self, processes: Processes, folder: Path, islands: int, rate: float) -> None:
-        self._processes, self._journal = processes, folder / "objects"
+        self._processes, self._counts = processes, folder / "counts"
         self.port, *self._ports = free_ports(1 + islands)
         self.url, self._end = "s3://runs/chaos", f"http://127.0.0.1:{self.port}"
-        self.mend()
+        self._rate, quiet = rate, {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        processes.start(["-m", "moto.server", "--port", self.port], **quiet)
+        answers(self.port)
         bucket = urllib.request.Request(f"{self._end}/runs", method="PUT")
         urllib.request.urlopen(bucket).close()
-        self.counts = s3.counts_in(folder / "counts", islands)
-        flags = ("--to", self.port, "--rate", rate, "--counts", folder / "counts")
-        processes.start([s3.__file__, "links", *flags, "--ports", *self._ports])
+        self.counts = links.counts_in(self._counts, islands)
+        self.mend()
+
+    def cut(self) -> None:
+        self._links.kill()
+        self._links.wait()
+
+    def mend(self) -> None:
+        flags = ("--to", self.port, "--rate", self._rate, "--counts", self._counts)
+        self._links = self._processes.start([links.__file__, *flags, "--ports", *self._ports])
         for port in self._ports:
             answers(port)
 
-    def cut(self) -> None:
-        self._server.kill()
-        self._server.wait()
-
-    def mend(self) -> None:
-        self._server = self._processes.start(
-            [s3.__file__, "server", "--port", self.port, "--journal", self._journal],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        answers(self.port)
-
-    def store(self, island: int | None = None) -> Store:
-        """The store, behind the proxy of an island or without one."""
+    def store(self) -> Store:
+        """The store, without a proxy."""
         keys = {"access_key_id": "any", "secret_access_key": "any", "region": "us-east-1"}
-        end = self._end if island is None else f"http://127.0.0.1:{self._ports[island]}"
-        config = {**keys, "endpoint": end}
+        config = {**keys, "endpoint": self._end}
         return Store(self.url, config=config, client_options={"allow_http": True})
 
     def environment(self, island: int) -> dict[str, str]:
@@ -666,9 +636,7 @@ def runs(path: Path) -> list[dict[str, Any]]:
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--story", choices=STORIES, help="what happens")
     add("--seed", type=int, default=0, help="of batches, and of the order of victims")
@@ -676,7 +644,7 @@ def options() -> argparse.ArgumentParser:
         "--seconds", type=float, help="length of the story (1200); with --show: runs of this length"
     )
     add("--period", type=float, default=120.0, help="seconds from one failure to the next")
-    add("--away", type=float, help="seconds that it lasts (kill, half: 20, store: 30, else 60)")
+    add("--away", type=float, help="seconds that it lasts (kill, half: 20, links: 30, else 60)")
     add("--islands", type=int, default=4, choices=range(2, len(run.NAMES) + 1))
     add("--over", choices=("s3", "folder"), help="where islands meet (s3, but disk: folder)")
     add("--rate", default="100mbit", help="of each link, each way: 100mbit, 1Gbit")
@@ -699,22 +667,12 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
     args.seconds = 1200.0 if args.seconds is None else args.seconds
     args.away = story.away if args.away is None else args.away
     args.over = args.over or ("folder" if args.story == "disk" else "s3")
-    try:
-        args.rate = bytes_per_second(args.rate)
-    except ValueError as error:
-        parser.error(f"--rate: {error}")
+    args.rate = bytes_per_second(args.rate)
     if args.quorum > args.islands:
         parser.error(f"--quorum {args.quorum} is more than --islands {args.islands}")
-    if story.strike and not args.away < args.period:
-        parser.error(
-            f"--away {args.away:g} must be less than --period {args.period:g}: one at a time"
-        )
-    if story.strike and args.seconds < args.period + args.away:
-        parser.error(
-            f"--seconds {args.seconds:g} must be at least --period {args.period:g} and --away "
-            f"{args.away:g} together: there is no time for one failure"
-        )
-    if (args.story, args.over) in (("store", "folder"), ("disk", "s3")):
+    if story.strike and not (args.away < args.period <= args.seconds - args.away):
+        parser.error(f"give --away {args.away:g} < --period <= --seconds less --away")
+    if (args.story, args.over) in (("links", "folder"), ("disk", "s3")):
         parser.error(f"--story {args.story} is not possible with --over {args.over}")
     if args.over == "s3" and importlib.util.find_spec("moto") is None:
         parser.error("--over s3 needs a server: pip install 'moto[server]', or take --over folder")
@@ -743,15 +701,10 @@ def main() -> None:
             line = told(args, chaos, seconds)
         finally:
             processes.end()
-    add_line(args, line)
-
-
-def add_line(args: argparse.Namespace, line: dict[str, Any]) -> None:
-    """Adds a run to the results, and prints its row."""
     with args.jsonl.open("a") as file:
         file.write(json.dumps(line) + "\n")
     rows = table(runs(args.jsonl)).splitlines()
-    print("\n".join([*rows[:2], rows[-1]]))
+    print(*rows[:2], rows[-1], sep="\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ scores up to date. So all workers hold all rows here.
     python benchmarks/coordinates.py --workers 4
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import sparse_linear as data
+import timing
 from digits import number
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -181,9 +181,7 @@ def train(dataset: data.Dataset, draws: Draws, name: str, mesh: Mesh, iterations
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--iterations", type=number(int, 1), default=1500, help="(default: 1500)")
     add("--workers", type=number(int, 1, 9), default=8, metavar="W", help="1 to 8 (default: 8)")

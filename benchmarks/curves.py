@@ -4,11 +4,11 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from rich import box
-from rich.table import Table
+
+from jaxsparse.arrays.printing import aligned
 
 
 class Curve(NamedTuple):
@@ -79,59 +79,30 @@ def _timed(run: Run, step_seconds: float) -> Run:
     )
 
 
-def _table(heads: tuple[str, ...], caption: str) -> Table:
-    style: Any = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
-    result = Table(**style, collapse_padding=True, caption=caption, caption_justify="left")
-    result.add_column("method", no_wrap=True)
-    for head in heads:
-        result.add_column(head, justify="right", no_wrap=True)
-    return result
-
-
-def table(runs: dict[str, Run], workers: int) -> Table:
+def table(runs: dict[str, Run], workers: int) -> str:
     steps = max(curve.steps[-1] for run in runs.values() for curve in run.curves.values())
-    result = _table(
-        ("loss", "rate", "sent B", "less", "received B"),
-        f"Held-out loss in nats a byte after {steps} steps, {workers} workers. "
-        "\nBytes: what a worker hands over and receives, mean over steps, as traced.",
-    )
-    dense = runs.get("dense")
+    rows = [("method", "loss", "rate", "sent B", "received B")]
     for name, run in runs.items():
         losses = run.ends
         spread = f" ±{losses.std(ddof=1):.3f}" if len(losses) > 1 else ""
-        result.add_row(
-            name,
-            f"{losses.mean():.3f}{spread}",
-            run.rates,
-            f"{run.payload:,.0f}",
-            f"{dense.payload / run.payload:,.0f}x" if dense else "",
-            f"{run.received:,.0f}",
-        )
-    return result
+        loss = f"{losses.mean():.3f}{spread}"
+        rows.append((name, loss, run.rates, f"{run.payload:,.0f}", f"{run.received:,.0f}"))
+    head = f"Held-out loss in nats a byte after {steps} steps, {workers} workers; bytes a step:"
+    return "\n".join([head, *aligned(rows, right=range(1, 5))])
 
 
-def times(runs: dict[str, Run], goals: list[float]) -> Table:
-    """A table of seconds and steps to held-out losses: means over seeds, if all reach them."""
-    result = _table(
-        (*map(str, goals), "end"),
-        "Seconds of training until the held-out loss is so low, and (steps); "
-        "the last column is of all steps.",
-    )
+def times(runs: dict[str, Run], goal: float) -> str:
+    """A table of seconds and steps to a held-out loss: means over seeds, if all reach it."""
+    rows = [("method", f"s to {goal:g}", "steps")]
     for name, run in runs.items():
-        cells = []
-        for goal in goals:
-            curves = run.curves.values()
-            points = [np.flatnonzero(curve.held_out <= goal) for curve in curves]
-            if all(map(len, points)):
-                first = [p[0] for p in points]
-                seconds = np.mean([c.seconds[i] for c, i in zip(curves, first, strict=True)])
-                steps = np.mean([c.steps[i] for c, i in zip(curves, first, strict=True)])
-                cells.append(f"{seconds:.0f} ({steps:.0f})")
-            else:
-                cells.append("-")
-        end = np.mean([curve.seconds[-1] for curve in run.curves.values()])
-        result.add_row(name, *cells, f"{end:.0f} ({run.ends.mean():.2f} nats)")
-    return result
+        curves = run.curves.values()
+        points = [np.flatnonzero(curve.held_out <= goal) for curve in curves]
+        cells = ["-", "-"]
+        if all(map(len, points)):
+            first = [(c.seconds[p[0]], c.steps[p[0]]) for c, p in zip(curves, points, strict=True)]
+            cells = [f"{x:.0f}" for x in np.mean(first, axis=0)]
+        rows.append((name, *cells))
+    return "\n".join(aligned(rows, right=(1, 2)))
 
 
 def load(paths: list[Path]) -> dict[str, Run]:

@@ -127,9 +127,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--workers", type=int, default=10)
     add("--steps", type=int, default=10_000)

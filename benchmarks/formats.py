@@ -205,9 +205,7 @@ def sums(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--size", type=timing.size_of, default=2**24, metavar="D", help="elements: 2^24")
     add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="NAME")

@@ -16,12 +16,12 @@ included: a factor of two up and down from `--rate`, or from the best rate that 
 seed 0 and `--tune-steps`, until the best rate has a worse one on either side. With `--rates family`
 a recipe takes the best rate of the one that sends four bits instead. Runs are lines of
 `frontier.jsonl`, those of a larger model (`--size`) of a file of its own, and none is done twice,
-so that what was cut goes on where it was. Several processes may share the file (`--part`).
+so that what was cut goes on where it was. Several processes may share the file.
 `frontier_map.py` makes a map of them. With `--outer`, recipes with DiLoCo's momentum have this rate
 and momentum in place of 0.7 and 0.6, and are lines of `frontier_outer.jsonl`.
 
     python benchmarks/frontier.py --recipes "adamw, gradients, dense"
-    python benchmarks/frontier.py --recipes first --steps 600 --rates family
+    python benchmarks/frontier.py --steps 600 --rates family   # all that the file has
     python benchmarks/frontier_map.py --steps 600
     python benchmarks/frontier.py --recipes "muon, diloco 30, int4" --outer 0.7 0.9
 """
@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import timing
 import transformer as models
 from flax import nnx
 from rates import tuned
@@ -75,30 +76,6 @@ class Size(NamedTuple):
 
 
 SIZES = {"136k": Size(64, 2), "1m": Size(128, 5), "10.9m": Size(384, 6, 6, 256, 8, 4)}
-
-
-def first_pass() -> list[Recipe]:
-    """All that is tried, to drop what is dominated."""
-    recipes = [Recipe("adamw", "gradients", 1, e) for e in ("dense", "int4", "ternary", "sign")]
-    recipes += [
-        Recipe("adamw", "updates", 1, e)
-        for e in ("int4", "sign", "top 1/8", "random 1/8", "random 1/8 in 4 bits")
-    ]
-    for optimizer in ("adamw", "muon"):
-        recipes += [
-            Recipe(optimizer, "local", every, exchange, warm)
-            for warm in (0, 10)
-            for every in (10, 3, 30, 5, 20, 2, 100)
-            for exchange in ("int4", "sign", "ternary", "int2", "top 1/8", "dense")
-            if not (warm and every < 10)
-        ]
-        recipes += [
-            Recipe(optimizer, "local", every, exchange)
-            for every in (10, 30)
-            for exchange in ("top 1/32", "top 1/64", "SparDL 1 %", "random 1/8")
-        ]
-    recipes.insert(1, Recipe("muon", "gradients", 1, "dense"))
-    return recipes
 
 
 def kernels(params: Any) -> Any:
@@ -345,14 +322,11 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="136k", help="number of parameters")
     add("--jsonl", type=Path, help="runs are appended to it; one file a size if not given")
-    add("--recipes", nargs="+", default=["first"], help='names, or "first": all of the first pass')
-    add("--part", default="1/1", help="2/3: each third recipe, from the second on")
+    add("--recipes", nargs="+", help="names (default: all that the file has)")
     add("--steps", type=int, default=2000)
     add("--seeds", type=int, nargs="+", default=[0])
     add("--tune-steps", type=int, help="of the runs that try rates (as many as --steps)")
@@ -371,14 +345,13 @@ def main() -> None:
     args.tune_steps = args.tune_steps or args.steps
     results = Results(args.size, args.jsonl, args.outer)
     try:
-        named = args.recipes != ["first"]
-        recipes = list(map(Recipe.parsed, args.recipes)) if named else first_pass()
+        names = args.recipes or dict.fromkeys(line["recipe"] for line in results.lines())
+        recipes = list(map(Recipe.parsed, names))
     except ValueError as error:
         parser.error(str(error))
     if args.outer != NESTEROV and any(recipe.what != "diloco" for recipe in recipes):
         parser.error("--outer is for recipes with DiLoCo's momentum: name them in --recipes")
-    part, parts = map(int, args.part.split("/"))
-    for recipe in recipes[part - 1 :: parts]:
+    for recipe in recipes:
         train(recipe, results, args)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import timing
 from frontier import SIZES, Results, Size
 from recipes import EXCHANGES, NESTEROV, End, Recipe
 
@@ -161,9 +162,7 @@ def show_outer(size: str, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="136k", help="number of parameters")
     add("--steps", type=int, default=2000)

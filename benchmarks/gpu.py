@@ -1,11 +1,11 @@
 """Tests one GPU by one command that ends in time: is it correct, is it repeatable, is it fast?
 
-    python benchmarks/gpu.py --json gpu.json --markdown gpu.md
+    python benchmarks/gpu.py --json gpu.json
     python benchmarks/gpu.py --platform cpu --sizes 16 20 --params 100_000 --minutes 3
 
 Stages run in this order: tests (pytest, chosen for one device), repeats (decodes are bitwise the
 same at each run), kernels (times beside their memory traffic), steps (whole updates of simulated
-workers), forms (kernels that CPU and GPU have different forms of, in the form of the other), trace.
+workers), forms (kernels that CPU and GPU have different forms of, in the form of the other).
 Each has a process of its own, so that one that hangs or runs out of memory costs no more than its
 share of the time. The command names everything that it has no time for. Its exit code is 1 if a
 test failed, replicas would drift apart, or something broke. It needs no installation of jaxsparse,
@@ -20,10 +20,8 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Shares of the time that is left when a stage starts. Later stages get what it does not need.
-SHARES = {"tests": 0.4, "repeats": 0.3, "kernels": 0.6, "steps": 0.7, "forms": 0.7, "trace": 1.0}
+SHARES = {"tests": 0.4, "repeats": 0.3, "kernels": 0.6, "steps": 0.7, "forms": 1.0}
 _LEAST = 8.0  # seconds: no stage starts if less time is left
 _REPORT = 2.0  # seconds for the tables at the end
 
@@ -70,13 +68,6 @@ SUITES: dict[str, list[str]] = {
     "small": ["tests/test_contract.py", "-k", "tiny_vectors or no_axis"],
     "hashing": ["tests/test_hashing.py"],
 }
-# An outcome as pytest -v prints it, with xdist and without.
-_OUTCOME = re.compile(
-    r"^(?:\[gw\d+\] \[[\s\d]+%\] (?P<parallel>[A-Z]+) (?P<test>.+?)|"
-    r"(?P<name>\S*::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)\s*$"
-)
-_COLLECTING = re.compile(r"^ERROR (?P<file>tests/\S+)")
-
 Record = dict[str, Any]
 
 
@@ -108,13 +99,10 @@ def parse_args() -> argparse.Namespace:
     add("--repeats", type=int, default=20, help="of each decode (20)")
     add("--repeat-size", type=exponent, metavar="E", default=18, help="of decodes: 2^E (18)")
     add("--params", type=int, default=100_000_000, help="of an update, if they fit (100_000_000)")
-    add("--trace", metavar="DIR", help="profiles of the three slowest kernels")
     add("--json", metavar="FILE", help="also write all results here")
-    add("--markdown", metavar="FILE", help="also write the last block here")
     # Flags of a process that runs one stage.
     for name, kind in ("--stage", str), ("--seconds", float), ("--records", Path):
         add(name, type=kind, help=argparse.SUPPRESS)
-    add("--slowest", nargs="+", default=[], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -155,13 +143,11 @@ def end_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def run_process(
-    args: argparse.Namespace, name: str, seconds: float, records: Path, extra: list[str]
-) -> list[Record]:
+def run_process(args: argparse.Namespace, name: str, seconds: float, records: Path) -> list[Record]:
     """Runs a stage in its own process, ends it if it is late, and reads the rows that it wrote."""
     command = [sys.executable, __file__, *sys.argv[1:], "--stage", name]
     # A little less than the time after which it is ended.
-    command += ["--seconds", str(max(1.0, seconds - 4)), "--records", str(records), *extra]
+    command += ["--seconds", str(max(1.0, seconds - 4)), "--records", str(records)]
     process = subprocess.Popen(command, env=environment(args.platform), start_new_session=True)
     end: dict[str, str] = {}
     try:
@@ -179,14 +165,6 @@ def run_process(
     return rows
 
 
-def slowest(records: list[Record], count: int = 3) -> list[str]:
-    """The library's kernels that are furthest above their floors, at the largest size measured."""
-    rows = [r for r in records if "over_floor" in r and "torch" not in r["name"]]
-    most = max((r["size"] for r in rows), default=0)
-    rows = sorted((r for r in rows if r["size"] == most), key=lambda r: -r["over_floor"])
-    return [r["name"] for r in rows[:count]]
-
-
 def run_all(args: argparse.Namespace) -> dict[str, list[Record]]:
     """Runs all stages that there is time for."""
     end = time.monotonic() + 60 * args.minutes - _REPORT
@@ -194,19 +172,10 @@ def run_all(args: argparse.Namespace) -> dict[str, list[Record]]:
     with tempfile.TemporaryDirectory() as folder:
         # To look for a device takes at most a minute. Without one, tests would run on the CPU.
         limit = min(60.0, end - time.monotonic())
-        results["device"] = run_process(args, "device", limit, Path(folder) / "device", [])
+        results["device"] = run_process(args, "device", limit, Path(folder) / "device")
         if not any("chip" in row for row in results["device"]):
             return results
         for name in (name for name in SHARES if name in args.stages):
-            extra = []
-            if name == "trace":
-                kernels = slowest(results.get("kernels", []))
-                if not args.trace:
-                    continue
-                if not kernels:
-                    results[name] = [{"stage": name, "note": "no kernel was timed: none is traced"}]
-                    continue
-                extra = ["--slowest", *kernels]
             left = end - time.monotonic()
             if left < _LEAST:
                 print(f"skipped: stage {name}, {left:.0f} s left", flush=True)
@@ -217,27 +186,18 @@ def run_all(args: argparse.Namespace) -> dict[str, list[Record]]:
             if name == "tests":
                 results[name] = list(run_tests(args, seconds))
             else:
-                results[name] = run_process(args, name, seconds, Path(folder) / name, extra)
+                results[name] = run_process(args, name, seconds, Path(folder) / name)
     return results
 
 
 # --- tests
 
 
-def outcomes(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names and outcomes of the tests in pytest's output, which may be cut short."""
-    for line in lines:
-        if found := _OUTCOME.match(line):
-            yield found["test"] or found["name"], found["parallel"] or found["outcome"]
-        elif found := _COLLECTING.match(line):
-            yield found["file"], "ERROR"
-
-
 def run_tests(args: argparse.Namespace, seconds: float) -> Iterator[Record]:
     """One row for each suite, until time is up."""
     end = time.monotonic() + seconds
     # addopts in pyproject.toml want xdist. Warnings of a newer JAX are not what is tested here.
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=--import-mode=importlib", "-W", "default"]
     command += ["--continue-on-collection-errors"]
     if (workers := min(6, (os.cpu_count() or 1) // 2)) > 1 and importlib.util.find_spec("xdist"):
@@ -250,44 +210,41 @@ def run_tests(args: argparse.Namespace, seconds: float) -> Iterator[Record]:
         # The first suites matter most, but must not take all of the time.
         share = left if name == args.suites[-1] else left / 2
         row = _suite(name, command + SUITES[name], args.platform, share)
-        print("\n".join([*row["tail"], str({**row, "tail": "above"})]), flush=True)
+        print(row.get("why", ""), *row["said"], sep="\n", flush=True)
         yield {"stage": "tests", **row}
 
 
 def _suite(name: str, command: list[str], platform: str, seconds: float) -> Record:
-    start, complete = time.monotonic(), True
+    """What pytest said in its last lines. Its exit status is None if time was up before its end."""
+    start = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(platform), text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        output = process.communicate(timeout=seconds)[0]
+        output, status = process.communicate(timeout=seconds)[0], process.returncode
     except subprocess.TimeoutExpired:
-        complete = False
         end_group(process)
-        output = process.communicate()[0]
+        output, status = process.communicate()[0], None
     finally:
         end_group(process)
-    lines = output.splitlines()
-    found = dict(outcomes(lines))
-    bad = [test for test, outcome in found.items() if outcome in ("FAILED", "ERROR")]
+    tail = output.splitlines()[-15:]
+    is_bad = status or any(line.startswith(("FAILED", "ERROR")) for line in tail)
     return {
         "name": name,
-        "passed": list(found.values()).count("PASSED"),
-        "failed": len(bad),
-        "failures": bad,
-        "complete": complete,
+        "status": status,
         "seconds": round(time.monotonic() - start, 1),
-        # pytest's own: 0 and 1 are outcomes of tests. With anything else it did not run them.
-        "returncode": process.returncode,
-        "tail": lines[-15:] if bad or not found else [],
+        "said": tail[-1:],
+        **({"failed": name, "why": "\n".join(tail)} if is_bad else {}),
     }
 
 
 # --- the report
 
 
-def table(title: str, head: Sequence[str], rows: list[Sequence[str]], notes: Iterable[str]) -> str:
+def table(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], notes: Iterable[str]
+) -> str:
     """A table in Markdown, with notes below it."""
     line = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     lines = [f"### {title}", ""]
@@ -308,16 +265,10 @@ def _named(records: list[Record]) -> list[Record]:
 
 
 def of_tests(records: list[Record]) -> str:
-    """Counts of the suites, and the names of failures."""
-    rows: list[Sequence[str]] = []
-    notes = _notes(records)
-    for r in _named(records):
-        finished = "yes" if r["complete"] else "no, stopped"
-        rows.append((r["name"], f"{r['passed']}", f"{r['failed']}", finished, f"{r['seconds']}"))
-        notes += [f"failed: {test}" for test in r["failures"]]
-        if r["complete"] and r["returncode"] not in (0, 1):
-            notes.append(f"{r['name']}: pytest ended with {r['returncode']}: {r['tail'][-1:]}")
-    return table("Correctness", ("suite", "passed", "failed", "ran to its end", "s"), rows, notes)
+    """What the suites' last lines say."""
+    rows = [(r["name"], *r["said"], str(r["status"]), f"{r['seconds']}") for r in _named(records)]
+    head = "suite", "pytest's last line", "status (None: stopped)", "s"
+    return table("Correctness", head, rows, _notes(records))
 
 
 def of_repeats(records: list[Record]) -> str:
@@ -331,34 +282,20 @@ def of_repeats(records: list[Record]) -> str:
 
 
 def of_kernels(records: list[Record]) -> str:
-    """A full table at 2^27 or the size next to it, and a short one of all sizes."""
+    """Times of all kernels, by size."""
     found = _named(records)
     sizes = sorted({r["size"] for r in found})
-    if not sizes:
-        return table("Kernels", (), [], _notes(records))
-    main = max((s for s in sizes if s <= 27), default=sizes[0])
-    rows: list[Sequence[str]] = []
-    for r in (r for r in found if r["size"] == main):
-        target, over = r["target"], r["over_floor"]
-        verdict = "" if target is None else "over" if over > target else "met"
-        wanted = "" if target is None else f"{target:g}"
-        cells = f"{r['ms']:.3f}", f"{over:.2f}", f"{r['over_donated']:.2f}", wanted, verdict
-        rows.append((r["name"], *cells))
     copies = {s: [r["bandwidth"] for r in found if r["size"] == s] for s in sizes}
     note = (
-        "the floor: the bytes that have to move, at the bandwidth of a donated x * 2 of that size, "
-        f"here {min(copies[main]) / 1e9:.4g} to {max(copies[main]) / 1e9:.4g} GB/s read and written"
+        "the floor: the bytes that have to move, at the bandwidth of a donated x * 2 of that size"
     )
-    head: Sequence[str] = ("kernel", "ms", "of the floor", "of x * 2", "target", "")
-    full = table(f"Kernels at 2^{main} float32", head, rows, [note])
-
+    spans = (f"2^{s}: {min(x) / 1e9:.4g} to {max(x) / 1e9:.4g} GB/s" for s, x in copies.items())
     short = {(r["name"], r["size"]): f"{r['ms']:.3f} ({r['over_floor']:.1f})" for r in found}
-    names = dict.fromkeys(r["name"] for r in found)
-    doubled = [f"{8e3 * 2**s / statistics.median(copies[s]):.3f}" for s in sizes]
-    rows = [("x * 2, donated", *doubled)]
-    rows += [(name, *(short.get((name, s), "") for s in sizes)) for name in names]
-    head = ("kernel", *(f"2^{s}" for s in sizes))
-    return full + "\n" + table("Kernels: ms (of the floor)", head, rows, _notes(records))
+    targets = {r["name"]: "" if r["target"] is None else f"{r['target']:g}" for r in found}
+    rows = [(name, t, *(short.get((name, s), "") for s in sizes)) for name, t in targets.items()]
+    head = ("kernel", "target", *(f"2^{s}" for s in sizes))
+    notes = [f"{note}, {', '.join(spans)}", *_notes(records)]
+    return table("Kernels: ms (of the floor)", head, rows, notes)
 
 
 def of_forms(records: list[Record], kernels: list[Record]) -> str:
@@ -376,22 +313,12 @@ def of_forms(records: list[Record], kernels: list[Record]) -> str:
 def of_steps(records: list[Record]) -> str:
     """Times and memory of updates."""
     found = _named(records)
-    gib = lambda count: "" if count is None else f"{count / 2**30:.3f}"
-    rows: list[Sequence[str]] = [
-        (r["name"], f"{r['ms']:.2f}", gib(r["planned_bytes"]), gib(r["peak_bytes"] or None))
-        for r in found
-    ]
+    gib = lambda count: f"{count / 2**30:.3f}"
+    rows = [(r["name"], f"{r['ms']:.2f}", gib(r["planned_bytes"])) for r in found]
     title = "Updates"
     if found:
         title += f" of {found[0]['params']} parameters, {found[0]['workers']} simulated workers"
-    head = "method", "ms", "GiB as compiled", "GiB at the peak, if the highest so far"
-    return table(title, head, rows, _notes(records))
-
-
-def of_trace(records: list[Record]) -> str:
-    """The folders of traces."""
-    rows: list[Sequence[str]] = [(r["name"], r["folder"]) for r in _named(records)]
-    return table("Traces", ("kernel", "folder"), rows, _notes(records))
+    return table(title, ("method", "ms", "GiB as compiled"), rows, _notes(records))
 
 
 def wrong(results: dict[str, list[Record]]) -> list[str]:
@@ -399,7 +326,7 @@ def wrong(results: dict[str, list[Record]]) -> list[str]:
     found = []
     for row in (row for rows in results.values() for row in rows):
         if row.get("failed"):
-            found.append(f"{row['stage']}: {row.get('why') or row['failures'] or row['failed']}")
+            found.append(f"{row['stage']}: {row.get('why') or row['failed']}")
         if row.get("between_replicas") or (row.get("repeatable") and row["runs"]):
             found.append(f"repeats: {row['name']} differs")
     return found
@@ -409,7 +336,7 @@ def block(results: dict[str, list[Record]]) -> str:
     """The report in Markdown."""
     forms = lambda rows: of_forms(rows, results.get("kernels", []))
     makers = {"tests": of_tests, "repeats": of_repeats, "kernels": of_kernels, "steps": of_steps}
-    makers |= {"forms": forms, "trace": of_trace}
+    makers["forms"] = forms
     tables = [make(results[name]) for name, make in makers.items() if name in results]
     where = next(
         (row for rows in results.values() for row in rows if "chip" in row),
@@ -435,8 +362,6 @@ def main() -> None:
     results = run_all(args)
     text = block(results)
     print(f"\n{text}")
-    if args.markdown:
-        Path(args.markdown).write_text(text)
     if args.json:
         content = {"arguments": vars(args), "results": results}
         Path(args.json).write_text(json.dumps(content, indent=1, default=str))

@@ -1,4 +1,4 @@
-"""The stages of gpu.py that need JAX: kernels and their repetitions, whole updates, and traces.
+"""The stages of gpu.py that need JAX: kernels and their repetitions, and whole updates.
 
 Times stand beside the least that memory traffic takes. Decodes are repeated on one input, because
 replicas must stay bitwise equal. Their data are not integers: sums of integers are exact in any
@@ -99,42 +99,31 @@ class Stage:
     def compiled(
         self, programs: dict[str, Program], donate: tuple[int, ...] = ()
     ) -> Iterator[tuple[str, Any]]:
-        """Names and compiled programs, in order, as they are ready. Several compile at a time."""
+        """Names and compiled programs, in order.
+
+        As many as there are cores compile at a time. Nothing compiles while the caller has one,
+        because dispatching calls needs the cores.
+        """
 
         def build(f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return jax.jit(f, donate_argnums=donate).lower(*args).compile()
 
-        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-        futures = {name: pool.submit(build, *program) for name, program in programs.items()}
-        try:
-            for name, future in futures.items():
-                left = max(self.left, 0.0)
-                program = self.attempt(f"{name} (compiling)", future.result, left)
-                if program is not None:
-                    yield name, program
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def compiled_apart(
-        self, programs: dict[str, Program], donate: tuple[int, ...] = ()
-    ) -> Iterator[tuple[str, Any]]:
-        """The same, but nothing compiles meanwhile, because dispatching calls needs the cores."""
         left = iter(programs.items())
         while some := dict(itertools.islice(left, os.cpu_count())):
-            yield from list(self.compiled(some, donate))
-
-
-class Times(NamedTuple):
-    """Times of one call, over batches of calls."""
-
-    median: float  # seconds
-    least: float
+            pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+            futures = {name: pool.submit(build, *program) for name, program in some.items()}
+            ready = {
+                name: self.attempt(f"{name} (compiling)", future.result, max(self.left, 0.0))
+                for name, future in futures.items()
+            }
+            pool.shutdown(wait=False, cancel_futures=True)
+            yield from ((name, program) for name, program in ready.items() if program is not None)
 
 
 def timed(
     run: Callable[[], Any],
     wait: Callable[[Any], Any] = jax.block_until_ready,
-) -> Times:
+) -> float:
     """Seconds of a call among many that are queued behind each other.
 
     Calls run on a GPU's queue in order. So one wait after many calls times the device, and not the
@@ -155,7 +144,7 @@ def timed(
             out = run()
         wait(out)
         seconds.append((time.perf_counter() - start) / calls)
-    return Times(statistics.median(seconds), min(seconds))
+    return statistics.median(seconds)
 
 
 @functools.lru_cache(maxsize=1)
@@ -176,11 +165,6 @@ def device() -> Any:
     return jax.devices()[0]
 
 
-def memory() -> dict[str, int]:
-    """The device's numbers about its memory. A CPU has none."""
-    return device().memory_stats() or {}
-
-
 def run_stage(args: argparse.Namespace) -> None:
     """Runs one stage in this process."""
     stage = Stage(args, args.stage, args.records, args.seconds)
@@ -190,7 +174,7 @@ def run_stage(args: argparse.Namespace) -> None:
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     stage.record(chip=found.device_kind, platform=found.platform, **versions)
     functions = {"repeats": repeats, "kernels": table, "steps": steps, "forms": other_forms}
-    functions |= {"device": lambda stage: None, "trace": trace}
+    functions["device"] = lambda stage: None
     functions[args.stage](stage)
 
 
@@ -404,13 +388,13 @@ def _time_all(stage: Stage, exponent: int, inputs: Inputs, kernels: dict[str, Ke
             program = stage.attempt(f"{name} at 2^{exponent}", kernel.program, inputs)
             if program is not None:
                 programs[name] = program
-    for name, compiled in stage.compiled_apart(programs):
+    for name, compiled in stage.compiled(programs):
         run = functools.partial(compiled, *programs[name][1])
         _row(stage, exponent, inputs, name, functools.partial(timed, run))
 
 
 def _row(
-    stage: Stage, exponent: int, inputs: Inputs, name: str, measure: Callable[[], Times]
+    stage: Stage, exponent: int, inputs: Inputs, name: str, measure: Callable[[], float]
 ) -> None:
     """Times one kernel, and a copy just before it, because the clocks of a chip change."""
     both = stage.attempt(
@@ -418,26 +402,24 @@ def _row(
     )
     if both is None:
         return
-    floor, times = both
+    floor, seconds = both
     sketched = name == "torch count sketch"
     kernel = KERNELS["sketch.encode" if sketched else "lax.top_k" if "torch" in name else name]
-    bandwidth = 8 * inputs.size / floor.median
-    of_floor = times.median * bandwidth / kernel.traffic(inputs)
+    bandwidth = 8 * inputs.size / floor
+    of_floor = seconds * bandwidth / kernel.traffic(inputs)
     target = None if "torch" in name else kernel.target
     stage.record(
         name=name,
         size=exponent,
         k=inputs.k,
-        ms=1e3 * times.median,
-        min_ms=1e3 * times.least,
+        ms=1e3 * seconds,
         bandwidth=bandwidth,
         over_floor=of_floor,
-        over_donated=times.median / floor.median,
         target=target,
     )
     mark = f"  over its target of {target}" if target and of_floor > target else ""
     print(
-        f"2^{exponent:<3} {name:<20} {1e3 * times.median:>10.3f} ms  "
+        f"2^{exponent:<3} {name:<20} {1e3 * seconds:>10.3f} ms  "
         f"{of_floor:>7.2f} of the floor{mark}",
         flush=True,
     )
@@ -480,33 +462,13 @@ def _torch_runs(torch: Any, inputs: Inputs, platform: str) -> dict[str, Callable
     return {"torch.topk": top_k, "torch count sketch": count_sketch}
 
 
-def _torch_timed(torch: Any, run: Callable[[], Any]) -> Times:
+def _torch_timed(torch: Any, run: Callable[[], Any]) -> float:
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     try:
         return timed(run, lambda out: synchronize())
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # for JAX, which shares the memory
-
-
-def trace(stage: Stage) -> None:
-    """Profiles the kernels that are furthest above their floors, at the largest size."""
-    inputs = Inputs(2 ** max(stage.args.sizes))
-    programs = {name: KERNELS[name].program(inputs) for name in stage.args.slowest}
-    for name, compiled in stage.compiled(programs):
-        arguments = programs[name][1]
-        folder = f"{stage.args.trace}/{name.replace(' ', '_').replace(',', '')}"
-
-        def profile(compiled=compiled, arguments=arguments, folder=folder):
-            jax.block_until_ready(compiled(*arguments))
-            with jax.profiler.trace(folder):
-                for _ in range(3):
-                    jax.block_until_ready(compiled(*arguments))
-            return True
-
-        if stage.attempt(f"trace of {name}", profile):
-            stage.record(name=name, folder=folder)
-            print(f"trace of {name} in {folder}", flush=True)
 
 
 # --- repetitions
@@ -518,16 +480,19 @@ DUPLICATES = "to_dense, 8 entries an index (no promise)"
 ANY_ORDER = (DUPLICATES, "sketch.encode", "mean of sketched_sgd", "mean of s2_reducer")
 
 
+# Kernels of the table that are repeated.
+REPEATED = (
+    *("sketch.encode", "sketch.decode", "heavy_hitters", "hash_extract", "slot_max"),
+    *("threshold_top_k", "fast_top_k", "QSGD, 4 bits", "QSGD, back"),
+)
+
+
 def _kernels(size: int) -> dict[str, Program]:
     i = Inputs(size, _REPEAT_DENSITY)
     distinct = select.top_k(i.x, i.k)
     repeated = SparseStream(jnp.tile(distinct.indices, 8), jnp.concatenate([i.x[: i.k]] * 8))
     scattered = lambda stream: to_dense(stream, size)
-    qsgd = quantize.QSGD(4)
-    return {
-        "sketch.encode": (lambda x: sketch.encode(x, i.spec), (i.x,)),
-        "sketch.decode": (lambda t: sketch.decode(t, i.spec, size), (i.table,)),
-        "heavy_hitters": (lambda t: sketch.heavy_hitters(t, i.spec, size, i.k), (i.table,)),
+    return {name: KERNELS[name].program(i) for name in REPEATED} | {
         "heavymix": (
             lambda t, key: sketch.heavy_hitters(t, i.spec, size, i.k, rule="heavymix", key=key),
             (i.table, i.key),
@@ -535,12 +500,6 @@ def _kernels(size: int) -> dict[str, Program]:
         "sketch.l2_norm": (sketch.l2_norm, (i.table,)),
         "to_dense": (scattered, (distinct,)),
         DUPLICATES: (scattered, (repeated,)),
-        "hash_extract": (lambda x: select.hash_extract(x, i.threshold, i.k), (i.x,)),
-        "slot_max": (lambda x: select.slot_max(x, i.k), (i.x,)),
-        "threshold_top_k": (lambda x: select.threshold_top_k(x, i.k), (i.x,)),
-        "fast_top_k": (lambda x: select.fast_top_k(x, i.k), (i.x,)),
-        "QSGD": (lambda x, key: quantize.quantize(x, qsgd, key), (i.x, i.key)),
-        "QSGD, back": (lambda q: quantize.dequantize(q, qsgd, size), (i.quantized,)),
     }
 
 
@@ -625,7 +584,7 @@ def methods(params: int) -> dict[str, Any]:
 
 def _room() -> float:
     """Bytes of memory that may be used."""
-    limit = memory().get("bytes_limit")
+    limit = (device().memory_stats() or {}).get("bytes_limit")  # a CPU has none
     if limit:
         return 0.8 * limit
     return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -691,22 +650,20 @@ def steps(stage: Stage) -> None:
         if shapes is not None:
             gradients = jax.eval_shape(update.gradients, jax.random.key(0))
             programs[name] = (update.step, (shapes, gradients))
-    for name, compiled in stage.compiled_apart(programs, donate=(0,)):
+    for name, compiled in stage.compiled(programs, donate=(0,)):
 
         def measure(compiled=compiled, update=made[name]):
-            before = memory().get("peak_bytes_in_use", 0)
             state, gradient = [update.start()], update.gradients(jax.random.key(0))
 
             def run():
                 state[0] = compiled(state[0], gradient)
                 return state[0]
 
-            return timed(run), before, memory().get("peak_bytes_in_use", 0)
+            return timed(run)
 
-        found = stage.attempt(f"an update of {name}", measure)
-        if found is None:
+        seconds = stage.attempt(f"an update of {name}", measure)
+        if seconds is None:
             continue
-        times, before, peak = found
         planned = compiled.memory_analysis()
         total = (
             planned.argument_size_in_bytes
@@ -718,10 +675,7 @@ def steps(stage: Stage) -> None:
             name=name,
             params=params,
             workers=workers,
-            ms=1e3 * times.median,
-            min_ms=1e3 * times.least,
+            ms=1e3 * seconds,
             planned_bytes=total,
-            # The device tells the largest peak so far, which is this method's if it is a new one.
-            peak_bytes=peak if peak > before else None,
         )
-        print(f"{name:<14} {1e3 * times.median:>10.2f} ms, {total / 2**30:.2f} GiB", flush=True)
+        print(f"{name:<14} {1e3 * seconds:>10.2f} ms, {total / 2**30:.2f} GiB", flush=True)

@@ -286,9 +286,7 @@ def decoding(size: int, workers: list[int], repeats: int) -> list[dict[str, Any]
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("kind", choices=[*KINDS, "decode"])
     add("--sizes", type=timing.size_of, nargs="+", metavar="D", help="elements, as 2^20")

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import timing
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -292,9 +293,7 @@ SMALL = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--methods", nargs="*", choices=METHODS, default=METHODS, help="beside dense")
     add("--embedding-optimizer", choices=("sgd", "adam"), default="sgd", help="(default: sgd)")

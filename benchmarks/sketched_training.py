@@ -309,9 +309,7 @@ def scaled(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: Fi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--json", metavar="FILE", required=True, help="where runs are, and where new ones go")
     add("--width", type=int, default=168)

@@ -1,4 +1,4 @@
-"""Ranks SparCML's all-reduces by their times, by density and number of workers (its figure 3).
+"""Are SparCML's all-reduces as fast as its paper says, by density and workers (its figure 3)?
 
     python benchmarks/sparcml_order.py
     python benchmarks/sparcml_order.py --latency 1.5e-6 --bandwidth 1e10  # near the paper's Aries
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from timing import save, size_of
+import timing
 
 from jaxsparse import Link
 from jaxsparse.systems import SparCML
@@ -36,14 +36,6 @@ from published_traffic import (
 )
 
 Bits = Literal[2, 4, 8]  # what `SparCML` takes
-LETTERS = {
-    "recursive_double": "R",
-    "split_allgather": "S",
-    "dsar_split_allgather": "D",
-    "ring": "s",
-    "all_gather": "G",
-    "dense": "d",
-}
 # Names in the paper, which has no all-gather of all entries.
 PUBLISHED = {
     "recursive_double": "SSAR_Recursive_double",
@@ -95,11 +87,11 @@ def published(k: int, size: int, workers: int) -> dict[str, Traffic]:
     }
 
 
-def library(k: int, args: argparse.Namespace, workers: int) -> dict[str, Traffic]:
+def library(k: int, size: int, workers: int) -> dict[str, Traffic]:
     """Rounds and words that this library pays for k entries a worker."""
-    reducer = SparCML(1, round(args.size / k), union_factor=args.union_factor)
-    traffic = sparcml_traffic(reducer, args.size, workers)
-    return {**traffic, "dense": dense_traffic(args.size, workers)}
+    reducer = SparCML(1, round(size / k), union_factor=1.0)
+    traffic = sparcml_traffic(reducer, size, workers)
+    return {**traffic, "dense": dense_traffic(size, workers)}
 
 
 def in_bits(k: int, size: int, workers: int, bits: Bits) -> Traffic:
@@ -120,15 +112,10 @@ def cells(args: argparse.Namespace) -> list[Cell]:
                 density,
                 workers,
                 published(k, args.size, workers),
-                library(k, args, workers),
+                library(k, args.size, workers),
             )
         )
     return found
-
-
-def order(link: Link, traffic: dict[str, Traffic]) -> list[str]:
-    """The algorithms, fastest first."""
-    return sorted(traffic, key=lambda name: traffic[name].seconds(link))
 
 
 def slower(link: Link, traffic: dict[str, Traffic], one: str, other: str) -> bool:
@@ -143,30 +130,6 @@ def reversed_pairs(link: Link, cell: Cell) -> list[tuple[str, str]]:
         for here, there in itertools.permutations(PUBLISHED, 2)
         if slower(link, cell.library, there, here) and slower(link, cell.published, here, there)
     ]
-
-
-def ranking(link: Link, traffic: dict[str, Traffic]) -> str:
-    """Letters of the three fastest, fastest first, with = between equal times."""
-    names = order(link, traffic)
-    text = LETTERS[names[0]]
-    for before, name in itertools.pairwise(names[:3]):
-        text += ("" if slower(link, traffic, name, before) else "=") + LETTERS[name]
-    return text
-
-
-def show_fastest(link: Link, table: list[Cell], args: argparse.Namespace) -> None:
-    """Prints the three fastest of each cell, in both models."""
-    for title in ("published", "library"):
-        print(f"\nthe three fastest, {title}; milliseconds of the fastest")
-        print("density  " + "".join(f"{f'W = {W}':>14}" for W in args.workers))
-        for density in args.densities:
-            line = f"{100 * density:>7.3g} %"
-            for cell in (cell for cell in table if cell.density == density):
-                traffic: dict[str, Traffic] = getattr(cell, title)
-                best = 1e3 * traffic[order(link, traffic)[0]].seconds(link)
-                line += f"{best:>8.3g} {ranking(link, traffic):<5}"
-            print(line)
-    print("\n" + ", ".join(f"{letter}: {name}" for name, letter in LETTERS.items()))
 
 
 def room(name: str, where: list[Cell]) -> str:
@@ -210,7 +173,9 @@ def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
     def of(density: float, workers: int, which: str) -> Callable[[str], float]:
         k = max(1, round(density * args.size))
         traffic = (
-            published(k, args.size, workers) if which == "published" else library(k, args, workers)
+            published(k, args.size, workers)
+            if which == "published"
+            else library(k, args.size, workers)
         )
         return lambda name: traffic[name].seconds(link)
 
@@ -225,6 +190,8 @@ def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
         at = of(k / args.size, some, which)
         return at("recursive_double") <= min(map(at, PUBLISHED))
 
+    double, split, dsar = "recursive_double", "split_allgather", "dsar_split_allgather"
+    ring = lambda at: min(at("dense"), at("ring"))
     statements: list[tuple[str, Callable[[str], bool]]] = [
         (f"SSAR_Recursive_double is the fastest for little data (1 of 10^6, W = {some})", small),
         (
@@ -233,17 +200,11 @@ def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
         ),
         (
             f"SSAR_Split_allgather is before DSAR_Split_allgather at {sparse:.2%}, W = {some}",
-            lambda which: (
-                of(sparse, some, which)("split_allgather")
-                < of(sparse, some, which)("dsar_split_allgather")
-            ),
+            lambda which: (at := of(sparse, some, which))(split) < at(dsar),
         ),
         (
             f"... and no longer at {full:.2%}, W = {many}",
-            lambda which: (
-                EDGE * of(full, many, which)("split_allgather")
-                >= of(full, many, which)("dsar_split_allgather")
-            ),
+            lambda which: EDGE * (at := of(full, many, which))(split) >= at(dsar),
         ),
         (
             "SSAR_Recursive_double / SSAR_Split_allgather grows more with W than with density",
@@ -254,26 +215,16 @@ def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
         ),
         (
             f"a ring is the fastest on a fast network of few workers (W = {few}, {DAINT:.2%})",
-            lambda which: (
-                min(of(DAINT, few, which)("dense"), of(DAINT, few, which)("ring"))
-                <= min(map(of(DAINT, few, which), PUBLISHED))
-            ),
+            lambda which: ring(at := of(DAINT, few, which)) <= min(map(at, PUBLISHED)),
         ),
         (
             f"no ring is the fastest on many workers (W = {many}, {DAINT:.2%})",
-            lambda which: (
-                min(of(DAINT, many, which)("dense"), of(DAINT, many, which)("ring"))
-                > min(map(of(DAINT, many, which), ("recursive_double", "split_allgather")))
-            ),
+            lambda which: ring(at := of(DAINT, many, which)) > min(at(double), at(split)),
         ),
         (
             f"DSAR_Split_allgather beats the dense ring, by at most 2 (bandwidth; {full:.2%}, "
             f"W = {some})",
-            lambda which: (
-                1
-                < of(full, some, which)("dense") / of(full, some, which)("dsar_split_allgather")
-                <= 2
-            ),
+            lambda which: 1 < (at := of(full, some, which))("dense") / at(dsar) <= 2,
         ),
     ]
     print("\nwhat the paper says of figure 3, on this link        published  library")
@@ -302,9 +253,8 @@ def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"\n{'measured':<24} {'density':>8} {'W':>5} {'ms':>9} {'model':>9} {'ratio':>6}")
     results, agree, pairs = [], 0, 0
     for (density, workers, size), seconds in sorted(groups.items()):
-        at = argparse.Namespace(**{**vars(args), "size": size})
         k = max(1, round(density * size))
-        traffic = library(k, at, workers)
+        traffic = library(k, size, workers)
         for bits in get_args(Bits):  # of the dense sum, as benchmarks/cluster names them
             traffic[f"dsar_split_allgather:{bits}"] = in_bits(k, size, workers, bits)
         for name, measured in sorted(seconds.items(), key=lambda item: item[1]):
@@ -336,18 +286,14 @@ def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
-    factor = lambda text: None if text == "none" else float(text)
-    add("--size", type=size_of, default=2**24, help="elements, as a number or 2^24")
+    add("--size", type=timing.size_of, default=2**24, help="elements, as a number or 2^24")
     add("--latency", type=float, default=50e-6, metavar="SECONDS")
     add("--bandwidth", type=float, default=1.25e8, metavar="BYTES", help="a second")
     add("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
     densities = [1e-4, 3e-4, 1e-3, 3e-3, DAINT, 3e-2, 1e-1]
     add("--densities", type=float, nargs="+", default=densities, help="shares, not per cent")
-    add("--union-factor", type=factor, default=1.0, help="of SparCML, or none")
     add("--measured", type=Path, metavar="JSON", help="times to compare the model with")
     add("--json", metavar="FILE", help="also write all results here")
     args = parser.parse_args()
@@ -360,16 +306,15 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     link = Link(args.latency, args.bandwidth)
-    print(f"{args.size:,} elements, {link}, union_factor={args.union_factor}")
+    print(f"{args.size:,} elements, {link}")
     table = cells(args)
-    show_fastest(link, table, args)
     found: dict[str, Any] = {"claims": claims(link, args)}
     found["reversed"] = show_differences(link, table)
     if args.measured:
         found["measured"] = compare(link, args)
     found["cells"] = [cell._asdict() for cell in table]
     found["arguments"] = {name: str(value) for name, value in vars(args).items()}
-    save(found, args.json)
+    timing.save(found, args.json)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,7 @@ For B-SAG they are the most that it may send, and `teams` also prints those at t
 """
 
 import argparse
-import datetime
 import functools
-import json
-import math
 import statistics
 import sys
 from pathlib import Path
@@ -33,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import rates
+import timing
 from jax.flatten_util import ravel_pytree
 
 import jaxsparse
@@ -51,7 +49,7 @@ import digits
 
 from jaxsparse.outer.parallel import run_on_workers
 
-WORKERS = 14
+WORKERS, DENSITY = 14, 0.01
 
 
 def init(seed: int, hidden: int) -> Any:
@@ -253,7 +251,7 @@ def residuals(args: argparse.Namespace) -> list[dict[str, Any]]:
         gather: Any = "recursive" if teams & (teams - 1) == 0 else "bruck"
         for rule in ("global", "global, cut first", "partial", "local"):
             made, kept = CutFirst if "cut" in rule else SparDL, rule.partition(",")[0]
-            reducer = made(args.density, teams=teams, gather=gather, residuals=kept)  # type: ignore
+            reducer = made(DENSITY, teams=teams, gather=gather, residuals=kept)  # type: ignore
             tx = jaxsparse.error_feedback(reducer, momentum=args.momentum)
             leak = np.asarray(follow(reducer, args, args.seeds[:1])[0].leak, np.float64)
             name = rule if teams == 1 else f"{rule}, {teams} teams"
@@ -268,10 +266,10 @@ def compare_codecs(args: argparse.Namespace) -> list[dict[str, Any]]:
     results = [show("dense", train(jaxsparse.dense(momentum=args.momentum), args))]
     choices: dict[str, codecs.Codec] = {"COO": codecs.COO, "Packed": codecs.Packed()}
     for name, codec in choices.items():
-        tx = jaxsparse.spardl(args.density, codec=codec, momentum=args.momentum)
+        tx = jaxsparse.spardl(DENSITY, codec=codec, momentum=args.momentum)
         results.append(show(name, train(tx, args)))
     (size,) = jaxsparse.layout.plan(init(0, args.hidden)).bucket_sizes
-    k = entries(args.density, size, parts=WORKERS)
+    k = entries(DENSITY, size, parts=WORKERS)
     formula = [
         2 * (WORKERS - 1) * codec.words(k, -(-size // WORKERS)) for codec in choices.values()
     ]
@@ -294,8 +292,8 @@ def follow_entries(args: argparse.Namespace) -> list[dict[str, Any]]:
     )
     size = ravel_pytree(init(0, args.hidden))[0].size
     results = []
-    for density in args.densities:
-        reducer = SparDL(density, teams=args.teams, gather="bruck")
+    for density in (0.01, 0.05, 0.2):
+        reducer = SparDL(density, teams=7, gather="bruck")
         for seed, traced in zip(args.seeds, follow(reducer, args, args.seeds)):
             trace = jax.tree.map(lambda x: np.asarray(x, np.float64), traced)
             k = wanted(reducer, size)
@@ -327,10 +325,8 @@ def compare_teams(args: argparse.Namespace) -> list[dict[str, Any]]:
                 gathers.append("recursive")
             for each in gathers:
                 gather: Any = each
-                reducer = SparDL(args.density, teams=teams, gather=gather)
-                tx = jaxsparse.spardl(
-                    args.density, teams=teams, gather=gather, momentum=args.momentum
-                )
+                reducer = SparDL(DENSITY, teams=teams, gather=gather)
+                tx = jaxsparse.spardl(DENSITY, teams=teams, gather=gather, momentum=args.momentum)
                 outcome = train(tx, args, workers)
                 most, floor = outcome.words, 0.0
                 if gather == "bruck":
@@ -350,73 +346,37 @@ def compare_teams(args: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def parse_args() -> argparse.Namespace:
-    common = argparse.ArgumentParser(add_help=False)
-    shown = argparse.ArgumentDefaultsHelpFormatter
-    number = digits.number
-    share = number(float, 1e-6, math.nextafter(1, 2))
-    add = common.add_argument
-    add("--hidden", type=number(int, 32), default=128, help="width of the two hidden layers")
-    add("--json", type=Path, metavar="FILE", help="also write all results here")
-
-    training = argparse.ArgumentParser(add_help=False)
-    add = training.add_argument
-    add("--seeds", type=number(int, 0), nargs="+", default=[0, 1, 2, 3, 4], metavar="SEED")
-    add("--density", type=share, default=0.01, help="share delivered")
+def add_flags(parser: argparse.ArgumentParser, seeds: int = 5) -> None:
+    """Flags of all benchmarks that train this model, and what they share besides."""
+    add, number = parser.add_argument, digits.number
+    add("--seeds", type=number(int, 0), nargs="+", default=[*range(seeds)], metavar="SEED")
     add("--steps", type=number(int, 1), default=400)
-    add(
-        "--lr",
-        type=number(float, 0),
-        default=0.1,
-        help="the first rate to try; it falls to a tenth",
-    )
-    add("--momentum", type=number(float, 0, 1), default=0.9, help="of every method")
-    add("--batch-size", type=number(int, 1), default=140, help="of all workers together")
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    experiments = parser.add_subparsers(dest="experiment", required=True)
-    sub = experiments.add_parser("residuals", parents=[common, training], formatter_class=shown)
-    sub.add_argument("--teams", type=number(int, 1), nargs="+", default=[1, 7])
-    sub.set_defaults(run=residuals)
-    sub = experiments.add_parser("codecs", parents=[common, training], formatter_class=shown)
-    sub.set_defaults(run=compare_codecs)
-    sub = experiments.add_parser("teams", parents=[common, training], formatter_class=shown)
-    add = sub.add_argument
-    add("--workers", type=number(int, 2, WORKERS + 1), nargs="+", default=[3, 5, 6, 7, 14])
-    sub.set_defaults(run=compare_teams)
-    sub = experiments.add_parser("entries", parents=[common], formatter_class=shown)
-    sub.set_defaults(run=follow_entries)
-    add = sub.add_argument
-    add("--seeds", type=number(int, 0), nargs="+", default=[0, 1, 2], metavar="SEED")
-    add("--lr", type=number(float, 0), default=0.2, help="of SGD without momentum")
-    add("--densities", type=share, nargs="+", default=[0.01, 0.05, 0.2])
-    add("--teams", type=number(int, 2), default=7)
-    add("--steps", type=number(int, 10), default=100)
-    add("--batch-size", type=number(int, 1), default=560, help="of all workers together")
-    return parser.parse_args()
+    add("--hidden", type=number(int, 32), default=128, help="width of the two hidden layers")
+    add("--lr", type=number(float, 0), default=0.1, help="the first rate; it falls to a tenth")
+    add("--json", metavar="FILE", help="also write all results here")
+    parser.set_defaults(momentum=0.9, batch_size=140)
 
 
 def main() -> None:
-    args = parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    size = ravel_pytree(init(0, args.hidden))[0].size
-    where = {
-        "jax": jax.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    experiments = {
+        "residuals": residuals,
+        "codecs": compare_codecs,
+        "entries": follow_entries,
+        "teams": compare_teams,
     }
-    print(", ".join(f"{name} {value}" for name, value in where.items()))
-    print(
-        f"{size:,} parameters, {getattr(args, 'workers', WORKERS)} simulated workers, "
-        f"{args.steps} steps, batches of "
-        f"{digits.shared_batch(args.batch_size, WORKERS)}, seeds {args.seeds}"
-    )
-    results = args.run(args)
-    if args.json:
-        given = {name: str(value) for name, value in vars(args).items() if name != "run"}
-        with open(args.json, "w") as file:
-            json.dump({**where, "arguments": given, "results": results}, file, indent=1)
+    parser, number = timing.parser_of(__doc__), digits.number
+    parser.add_argument("experiment", choices=experiments)
+    add_flags(parser)
+    parser.add_argument("--teams", type=number(int, 1), nargs="+", default=[1, 7])
+    add = parser.add_argument
+    add("--workers", type=number(int, 2, WORKERS + 1), nargs="+", default=[3, 5, 6, 7, 14])
+    args = parser.parse_args()
+    if args.experiment == "entries":
+        # Plain SGD, in which h is followed.
+        vars(args).update(lr=0.2, batch_size=560, steps=min(args.steps, 100), seeds=args.seeds[:3])
+    where = timing.where()
+    print(f"{args.steps} steps, batches of {args.batch_size}, seeds {args.seeds}")
+    timing.save({**where, **vars(args), "results": experiments[args.experiment](args)}, args.json)
 
 
 if __name__ == "__main__":

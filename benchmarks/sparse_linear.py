@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import timing
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy.sparse import csr_matrix
@@ -435,9 +436,7 @@ def main() -> None:
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add, names = parser.add_argument, list(exchanges(Room(1, 1, 1, 1)))
     add("--model", nargs="+", choices=LOSSES, default=list(LOSSES), help="(default: both)")
     add("--exchange", nargs="+", choices=names, default=names[:4], help="(default: the first four)")

@@ -6,15 +6,13 @@ fewest steps, on the first seed. Runs are lines of `time_to_loss.jsonl`, and non
 Several can share the file, if each has recipes of its own.
 
 The table takes exchanges as `cluster/run.py` measured them among emulated hosts, and does not
-overlap them. A step's computing counts `--step-seconds`, and one of Muon `--muon` times as long,
-a little more than it took beside AdamW's (`--time`).
+overlap them. A step's computing counts `--step-seconds`, and one of Muon `--muon` times as long, a
+little more than it took beside AdamW's on two cores.
 
     python benchmarks/time_to_loss.py --recipes "muon, local 10, sign"
     python benchmarks/time_to_loss.py --show
 
-A loss of 1.4 took 35 to 65 minutes on two cores for a rate. Steps of both optimizers are timed so:
-
-    python benchmarks/time_to_loss.py --time 10
+A loss of 1.4 took 35 to 65 minutes on two cores for a rate.
 """
 
 import argparse
@@ -24,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timing
 from curves import Curve, Run, over_measured, table, times
 from frontier import SIZES, Trainer
 from rates import tuned
 from recipes import EXCHANGES, Recipe
-from rich.console import Console
 
 from jaxsparse.traffic import traced_bytes
 
@@ -123,40 +121,28 @@ def reached(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[s
 
 def show(args: argparse.Namespace) -> None:
     """Prints steps and seconds of all recipes that reached the loss."""
-    console = Console()
     runs, exchanges = reached(args)
     if not runs:
-        console.print(f"no run reached {args.until:g}")
+        print(f"no run reached {args.until:g}")
         return
     size = SIZES[args.size]
     dense = traced_bytes(EXCHANGES["dense"].transformation(), size.shapes, size.workers)
     for name, run in runs.items():
         fewer = dense.payload / run.payload, dense.received / run.received
-        console.print("{}: {:.0f} times fewer bytes sent, {:.0f} received".format(name, *fewer))
-    console.print(table(runs, size.workers))
+        print("{}: {:.0f} times fewer bytes sent, {:.0f} received".format(name, *fewer))
+    print(table(runs, size.workers))
     for optimizer, longer in (("adamw", 1.0), ("muon", args.muon)):
         some = {name: run for name, run in runs.items() if name.startswith(optimizer)}
         seconds = longer * args.step_seconds
         measured = over_measured(some, exchanges, args.measured, seconds)
         for rate, timed in measured.items():
             if timed:
-                console.print(f"\nExchanges as measured at {rate}, {seconds:g} s a step:")
-                console.print(times(timed, [args.until]))
-
-
-def time_steps(args: argparse.Namespace) -> None:
-    """Prints seconds of a local step of AdamW and of Muon, exchanges included."""
-    for optimizer in ("adamw", "muon"):
-        trainer = Trainer(Recipe(optimizer, "local", 10, "sign"), SIZES[args.size])
-        for _ in range(2):  # the first one compiles
-            curve = trainer.run(0.001, 0, args.steps, args.time, lambda *_: True)
-        print(f"{optimizer}: {curve.seconds / args.time:.2f} s a step", flush=True)
+                print(f"\nExchanges as measured at {rate}, {seconds:g} s a step:")
+                print(times(timed, args.until))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="10.9m", help="number of parameters")
     add("--recipes", nargs="+", default=[], help="names, as in frontier.py")
@@ -169,10 +155,7 @@ def main() -> None:
     add("--measured", type=Path, default=MEASURED)
     add("--step-seconds", type=float, default=0.1, help="of AdamW")
     add("--muon", type=float, default=1.7, help="a step of Muon over one of AdamW (default: 1.7)")
-    add("--time", type=int, metavar="STEPS", help="print seconds of as many steps of both")
     args = parser.parse_args()
-    if args.time:
-        time_steps(args)
     for name in args.recipes:
         train(Recipe.parsed(name), args)
     if args.show:

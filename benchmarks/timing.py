@@ -1,5 +1,6 @@
-"""Shared by benchmarks: interleaved runs, sizes such as 2^20, and where they ran."""
+"""Shared by benchmarks: flags, tables, interleaved runs, sizes such as 2^20, and where they ran."""
 
+import argparse
 import datetime
 import json
 from typing import Any
@@ -7,6 +8,23 @@ from typing import Any
 import jax
 
 from jaxsparse.planner.measuring import interleaved as interleaved
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """A parser whose help begins with a script's docstring, as it stands."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def row(*cells: object) -> str:
+    """A row of a table in Markdown."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def head(*cells: str) -> str:
+    """The first two rows."""
+    return f"{row(*cells)}\n{'|---' * len(cells)}|"
 
 
 def size_of(text: str) -> int:

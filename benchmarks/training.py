@@ -55,63 +55,67 @@ class Local(NamedTuple):
 Rows = dict[str, Callable[[float], Transformation | Local]]
 
 
+def exchanges(density: float) -> dict[str, Callable[..., Transformation]]:
+    """Exchanges of gradients by name, each a function of `momentum=`."""
+    make, bits = functools.partial, {"codec": codecs.EliasFano()}
+    draw = lambda share, **more: make(jaxsparse.random_k, share * density, **more)
+    few = {
+        f"{name}, {n} of 512{more}": make(tx, n if name == "SparCML" else n / 512, **settings)
+        for n in (8, 16)
+        for name, more, tx, settings in (
+            ("SparCML", "", jaxsparse.sparcml, {}),
+            ("SparCML", ", 4 bits", jaxsparse.sparcml, {"bits": 4}),
+            ("top-k", "", jaxsparse.top_k, {}),
+        )
+    }
+    return {
+        "dense": jaxsparse.dense,
+        "4 bits": make(jaxsparse.qsgd, 4),
+        "SparDL": make(jaxsparse.spardl, density),
+        "SparDL, 2-bit values": make(jaxsparse.spardl, density, **bits),
+        "top-k": make(jaxsparse.top_k, density),
+        "top-k, 2-bit values": make(jaxsparse.top_k, density, **bits),
+        "chunked top-k": make(jaxsparse.chunked_top_k, round(4096 * density)),
+        "DGC": make(jaxsparse.dgc, density),
+        "DRAGONN": make(jaxsparse.dragonn, density),
+        # As many bytes as SparDL, which sends an index with each value.
+        "random-k": draw(2),
+        # As many bytes as eight workers receive by top-k.
+        "random-k as top-k": draw(8),
+        # What waits for its draw is stale when it comes, so that dropping it is the better control.
+        "random-k, not fed back": draw(2, decay=0.0),
+        "random-k as top-k, not fed back": draw(8, decay=0.0),
+        "PowerSGD rank 2": make(jaxsparse.powersgd, 2),
+        "PowerSGD rank 4": make(jaxsparse.powersgd, 4),
+        **few,
+    }
+
+
 def text_rows(density: float) -> Rows:
     """Transformations by name, each a function of the learning rate."""
-    adam, rate = optax.scale_by_adam, optax.scale_by_learning_rate
-    sparse, k = jaxsparse.spardl, round(4096 * density)
+    adam, rate, k = optax.scale_by_adam, optax.scale_by_learning_rate, round(4096 * density)
     in_4_bits = systems.Quantized()  # which rounds up or down, and is right on average
-    before = lambda tx: lambda lr: optax.chain(tx(), adam(), rate(lr))
-    behind = lambda tx: lambda lr: optax.chain(per_worker(adam()), tx(), rate(lr))
-    return {
-        "dense": before(jaxsparse.dense),
-        "4 bits, before Adam": before(lambda: jaxsparse.qsgd(4)),
-        "SparDL, before Adam": before(lambda: sparse(density)),
-        "SparDL, behind Adam": behind(lambda: sparse(density)),
-        "SparDL, behind Adam, 2-bit values": behind(
-            lambda: sparse(density, codec=codecs.EliasFano())
-        ),
-        "top-k, behind Adam": behind(lambda: jaxsparse.top_k(density)),
-        "top-k, behind Adam, 2-bit values": behind(
-            lambda: jaxsparse.top_k(density, codec=codecs.EliasFano())
-        ),
-        "SparDL, behind Adam, decay 0.95": behind(lambda: sparse(density, decay=0.95)),
-        "chunked top-k, behind Adam": behind(lambda: jaxsparse.chunked_top_k(k)),
-        "SparCML, 8 of 512, behind Adam": behind(lambda: jaxsparse.sparcml(8)),
-        "SparCML, 8 of 512, 4 bits, behind Adam": behind(lambda: jaxsparse.sparcml(8, bits=4)),
-        "SparCML, 16 of 512, behind Adam": behind(lambda: jaxsparse.sparcml(16)),
-        "SparCML, 16 of 512, 4 bits, behind Adam": behind(lambda: jaxsparse.sparcml(16, bits=4)),
-        "top-k, 8 of 512, behind Adam": behind(lambda: jaxsparse.top_k(8 / 512)),
-        "top-k, 16 of 512, behind Adam": behind(lambda: jaxsparse.top_k(16 / 512)),
-        # As many bytes as SparDL, which sends an index with each value.
-        "random-k, before Adam": before(lambda: jaxsparse.random_k(2 * density)),
-        "random-k, behind Adam": behind(lambda: jaxsparse.random_k(2 * density)),
-        # As many bytes as eight workers receive by top-k.
-        "random-k as top-k, behind Adam": behind(lambda: jaxsparse.random_k(8 * density)),
-        # What waits for its draw is stale when it comes, so that dropping it is the better control.
-        "random-k, not fed back, before Adam": before(
-            lambda: jaxsparse.random_k(2 * density, decay=0.0)
-        ),
-        "random-k, not fed back, behind Adam": behind(
-            lambda: jaxsparse.random_k(2 * density, decay=0.0)
-        ),
-        "random-k as top-k, not fed back, behind Adam": behind(
-            lambda: jaxsparse.random_k(8 * density, decay=0.0)
-        ),
-        "random-k as top-k, 4 bits, not fed back, behind Adam": behind(
-            lambda: jaxsparse.random_k(8 * density, reducer=in_4_bits, decay=0.0)
-        ),
-        "DGC, behind Adam": behind(lambda: jaxsparse.dgc(density, momentum=None)),
-        "DRAGONN, behind Adam": behind(lambda: jaxsparse.dragonn(density)),
-        "PowerSGD rank 2, before Adam": before(lambda: jaxsparse.powersgd(2)),
-        "PowerSGD rank 2, behind Adam": behind(lambda: jaxsparse.powersgd(2)),
-        "PowerSGD rank 4, behind Adam": behind(lambda: jaxsparse.powersgd(4)),
+    before = lambda tx: lambda lr: optax.chain(tx(momentum=None), adam(), rate(lr))
+    behind = lambda tx: lambda lr: optax.chain(per_worker(adam()), tx(momentum=None), rate(lr))
+    every = exchanges(density)
+    blind = functools.partial(jaxsparse.random_k, 8 * density, reducer=in_4_bits, decay=0.0)
+    aged = functools.partial(jaxsparse.spardl, density, decay=0.95)
+    firsts = "4 bits", "SparDL", "random-k", "random-k, not fed back", "PowerSGD rank 2"
+    rows = {"dense": before(every.pop("dense"))}
+    rows |= {f"{name}, before Adam": before(every[name]) for name in firsts}
+    del every["4 bits"]
+    for name, tx in every.items():
+        what, *bits = name.split(", 2-bit values")
+        rows[f"{what}, behind Adam" + (", 2-bit values" if bits else "")] = behind(tx)
+    return rows | {
+        "SparDL, behind Adam, decay 0.95": behind(aged),
+        "random-k as top-k, 4 bits, not fed back, behind Adam": behind(blind),
         "DeMo": lambda lr: optax.chain(jaxsparse.demo(k), optax.scale_by_sign(), rate(lr)),
-        "DeMo, before Adam": before(lambda: jaxsparse.demo(k)),
+        "DeMo, before Adam": lambda lr: optax.chain(jaxsparse.demo(k), adam(), rate(lr)),
         "EF21-SGDM, before Adam": lambda lr: optax.chain(
             jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density)), adam(b1=0.0), rate(lr)
         ),
-        "10 local steps, mean": lambda lr: Local(optax.adam(lr), outer.mean(), 10),
-        "10 local steps, SparseLoCo": lambda lr: Local(optax.adam(lr), outer.sparse_loco(k=64), 10),
+        **local_rows(optax.adam),
     }
 
 
@@ -119,55 +123,26 @@ def digit_rows(density: float) -> Rows:
     """Transformations by name, each a function of the learning rate."""
     k, rate = round(4096 * density), optax.scale_by_learning_rate
     own = lambda tx: lambda lr: optax.chain(tx(momentum=0.9), rate(lr))
-    return {
-        "dense": own(jaxsparse.dense),
-        "4 bits": own(lambda **more: jaxsparse.qsgd(4, **more)),
-        "SparDL": own(lambda **more: jaxsparse.spardl(density, **more)),
-        "SparDL, 2-bit values": own(
-            lambda **more: jaxsparse.spardl(density, codec=codecs.EliasFano(), **more)
-        ),
-        "top-k": own(lambda **more: jaxsparse.top_k(density, **more)),
-        "top-k, 2-bit values": own(
-            lambda **more: jaxsparse.top_k(density, codec=codecs.EliasFano(), **more)
-        ),
-        "DGC": own(lambda **more: jaxsparse.dgc(density, **more)),
-        "DRAGONN": own(lambda **more: jaxsparse.dragonn(density, **more)),
-        "DRAGONN, slot_max": own(
-            lambda **more: jaxsparse.dragonn(density, extract="slot_max", **more)
-        ),
-        "DRAGONN, twice as many pass": own(
-            lambda **more: jaxsparse.dragonn(density, passing=2.0, **more)
-        ),
-        # As many bytes as SparDL, which sends an index with each value.
-        "random-k": own(lambda **more: jaxsparse.random_k(2 * density, **more)),
-        # As many bytes as eight workers receive by top-k.
-        "random-k as top-k": own(lambda **more: jaxsparse.random_k(8 * density, **more)),
-        # What waits for its draw is stale when it comes, so that dropping it is the better control.
-        "random-k, not fed back": own(
-            lambda **more: jaxsparse.random_k(2 * density, decay=0.0, **more)
-        ),
-        "random-k as top-k, not fed back": own(
-            lambda **more: jaxsparse.random_k(8 * density, decay=0.0, **more)
-        ),
-        "chunked top-k": own(lambda **more: jaxsparse.chunked_top_k(k, **more)),
-        "SparCML, 8 of 512": own(lambda **more: jaxsparse.sparcml(8, **more)),
-        "SparCML, 8 of 512, 4 bits": own(lambda **more: jaxsparse.sparcml(8, bits=4, **more)),
-        "top-k, 8 of 512": own(lambda **more: jaxsparse.top_k(8 / 512, **more)),
-        "SparCML, 16 of 512": own(lambda **more: jaxsparse.sparcml(16, **more)),
-        "SparCML, 16 of 512, 4 bits": own(lambda **more: jaxsparse.sparcml(16, bits=4, **more)),
-        "top-k, 16 of 512": own(lambda **more: jaxsparse.top_k(16 / 512, **more)),
-        "PowerSGD rank 2": own(lambda **more: jaxsparse.powersgd(2, **more)),
-        "PowerSGD rank 4": own(lambda **more: jaxsparse.powersgd(4, **more)),
+    dragonn = functools.partial(jaxsparse.dragonn, density)
+    every = exchanges(density) | {
+        "DRAGONN, slot_max": functools.partial(dragonn, extract="slot_max"),
+        "DRAGONN, twice as many pass": functools.partial(dragonn, passing=2.0),
+    }
+    return {name: own(tx) for name, tx in every.items()} | {
         "DeMo": lambda lr: optax.chain(jaxsparse.demo(k), optax.scale_by_sign(), rate(lr / 50)),
         "EF21-SGDM": lambda lr: optax.chain(
             # Its momentum is an average, and the others' is a sum.
             jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density), momentum=0.9),
             rate(10 * lr),
         ),
-        "10 local steps, mean": lambda lr: Local(optax.sgd(lr, momentum=0.9), outer.mean(), 10),
-        "10 local steps, SparseLoCo": lambda lr: Local(
-            optax.sgd(lr, momentum=0.9), outer.sparse_loco(k=64), 10
-        ),
+        **local_rows(functools.partial(optax.sgd, momentum=0.9)),
+    }
+
+
+def local_rows(inner: Callable[[float], Transformation]) -> Rows:
+    return {
+        "10 local steps, mean": lambda lr: Local(inner(lr), outer.mean(), 10),
+        "10 local steps, SparseLoCo": lambda lr: Local(inner(lr), outer.sparse_loco(k=64), 10),
     }
 
 
@@ -317,9 +292,7 @@ def trained(task: Task, make: Callable[[float], Any], args: argparse.Namespace) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--task", choices=TASKS, default="text")
     add("--workers", type=int, default=8)

@@ -3,8 +3,8 @@
 The state is donated. Parameters are a tree as a transformer of ordinary sizes has it: kernels whose
 sizes are no powers of two, and a bias beside each. Workers are emulated devices. The loss is the
 sum of squares of the parameters, so that the exchange takes nearly all of the time. Each system's
-step takes turns with dense's, and the table has the ratio of their medians. Programs are compiled
-as users do, and as the tests do (`jax_disable_most_optimizations`). Tracing includes lowering.
+step takes turns with dense's, and the table has the ratio of their medians. Tracing includes
+lowering.
 """
 
 import argparse
@@ -139,9 +139,6 @@ def peak(program: Any) -> int:
 def measure(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dict[str, Any]:
     """All columns of one row."""
     row: dict[str, Any] = {"system": name}
-    jax.config.update("jax_disable_most_optimizations", True)
-    row["tests_trace_s"], row["tests_compile_s"] = least(name, mesh, args)[1:]
-    jax.config.update("jax_disable_most_optimizations", False)
     program, row["trace_s"], row["compile_s"] = least(name, mesh, args)
     row["instructions"] = sum(" = " in line for line in program.as_text().splitlines())
     row["peak_d"] = peak(program) / (4 * args.size)
@@ -167,8 +164,6 @@ def least(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> tuple
 
 COLUMNS = {
     "system": "{}",
-    "tests_trace_s": "{:.2f}",
-    "tests_compile_s": "{:.2f}",
     "trace_s": "{:.2f}",
     "compile_s": "{:.2f}",
     "instructions": "{}",
@@ -204,7 +199,7 @@ def main() -> None:
     where = timing.where()
     print(f"d = {args.size}, {args.workers} workers, medians of {args.repeats} steps")
     mesh = jax.make_mesh((args.workers,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    columns = {k: v for k, v in COLUMNS.items() if not args.only_compile or k in list(COLUMNS)[:7]}
+    columns = {k: v for k, v in COLUMNS.items() if not args.only_compile or k in list(COLUMNS)[:5]}
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     results = []
     for name in args.systems:

@@ -1,6 +1,7 @@
 """benchmarks/gpu.py on a CPU: it ends in time, and says what it left out and what is wrong."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -25,22 +26,22 @@ def run(*arguments, timeout):
 
 @pytest.mark.thorough
 def test_all_stages_run_to_their_end(tmp_path):
-    found, text = tmp_path / "found.json", tmp_path / "found.md"
+    found = tmp_path / "found.json"
     only = ["slot_max", "mean of top_k", "dense"]
     done = run(
         *("--minutes", 4, "--suites", "hashing", "--only", *only, "--repeats", 3),
-        *("--trace", tmp_path / "trace", "--json", found, "--markdown", text),
+        *("--json", found),
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(found.read_text())["results"]
-    stages = ["device", "tests", "repeats", "kernels", "steps", "forms", "trace"]
+    stages = ["device", "tests", "repeats", "kernels", "steps", "forms"]
     assert list(results) == stages
     assert not [row for rows in results.values() for row in rows if "skipped" in row]
     named = {stage: [row for row in rows if "name" in row] for stage, rows in results.items()}
     (suite,) = named["tests"]
-    assert suite["passed"] > 5
-    assert suite["failed"] == 0
+    assert suite["status"] == 0
+    assert re.match(r"\d+ passed", suite["said"][0])
     assert {row["name"] for row in named["repeats"]} >= {"slot_max", "mean of top_k"}
     assert all(row["times"] == 3 and row["runs"] == 0 for row in named["repeats"])
     assert {(row["name"], row["size"]) for row in named["kernels"]} == {
@@ -52,17 +53,13 @@ def test_all_stages_run_to_their_end(tmp_path):
     (update,) = named["steps"]
     # At least the parameters, and the gradients of 8 workers.
     assert update["planned_bytes"] > 9 * 4 * 16 * (2 * 1024 + 1024)
-    assert any((tmp_path / "trace").rglob("*.xplane.pb"))
-    block = text.read_text()
-    assert done.stdout.endswith(f"\n{block}\n")
-    assert block.startswith("## cpu\n")
+    block = done.stdout[done.stdout.index("\n## cpu\n") :]
     for title in (
         "Correctness",
         "Replicas",
-        "Kernels at 2^11",
+        "Kernels: ms",
         "Updates of 40000",
         "Forms",
-        "Traces",
     ):
         assert f"\n### {title}" in block
 
@@ -76,32 +73,17 @@ def test_it_ends_in_time_and_names_what_it_left_out(tmp_path):
     assert "- skipped for lack of time: stage steps" in done.stdout
 
 
-def test_outcomes_are_read_from_pytests_output_however_far_it_came(monkeypatch):
+def test_what_is_wrong_is_named(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import gpu
 
-    lines = [
-        "tests/test_a.py::test_one[fast_top_k exact] PASSED            [ 33%]",
-        "tests/test_a.py::test_two FAILED                              [ 66%]",
-        "[gw1] [ 75%] ERROR tests/test_a.py::test_three[x y] ",
-        "ERROR tests/test_b.py",
-        "FAILED tests/test_a.py::test_two - assert 1 == 2",
-        "tests/test_a.py::test_four ",
-    ]
-    found = dict(gpu.outcomes(lines))
-    assert found == {
-        "tests/test_a.py::test_one[fast_top_k exact]": "PASSED",
-        "tests/test_a.py::test_two": "FAILED",
-        "tests/test_a.py::test_three[x y]": "ERROR",
-        "tests/test_b.py": "ERROR",
-    }
-    suite = {"stage": "tests", "name": "a", "failed": 3, "failures": ["test_two"]}
+    suite = {"stage": "tests", "name": "a", "failed": "a", "why": "FAILED test_two"}
     decode = {"stage": "repeats", "name": "b", "repeatable": True, "runs": 2, "between_replicas": 0}
     any_order = {**decode, "name": "c", "repeatable": False}
     drifting = {**any_order, "name": "d", "between_replicas": 1}
     results = {"tests": [suite], "repeats": [decode, any_order, drifting]}
     assert gpu.wrong(results) == [
-        *("tests: ['test_two']", "repeats: b differs", "repeats: d differs"),
+        *("tests: FAILED test_two", "repeats: b differs", "repeats: d differs"),
     ]
 
 

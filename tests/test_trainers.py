@@ -20,7 +20,7 @@ def compare(monkeypatch):
 
 def test_originals_know_nothing_of_the_lines_that_are_added(compare):
     """The original of a script is what is left without its added lines, and without variants'."""
-    for name in (*compare.MESHES, "maxtext_islands"):
+    for name in compare.MESHES:
         script = (TRAINERS / f"{name}.py").read_text()
         original = compare.without(script)
         assert 0 < compare.added(script) <= compare.MOST_LINES.get(name, 8)
