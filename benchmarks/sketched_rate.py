@@ -25,7 +25,7 @@ WORKERS, ROWS = 4, 3
 
 
 def exchanges(d: int, k: int) -> dict[str, Any]:
-    shared = {"workers": WORKERS, "is_dense": lambda path, shape: False}
+    shared: dict[str, Any] = {"workers": WORKERS, "is_dense": lambda path, shape: False}
     cols = 8 * k
     share = min(1.0, (ROWS * cols + k) / d)
     return {
@@ -45,7 +45,7 @@ def suboptimality(exchange: Any, args: argparse.Namespace, seed: int) -> jax.Arr
     tx = optax.chain(
         optax.scale_by_schedule(lambda t: 1 / (t + 1 + xi)), exchange, optax.scale(-1.0)
     )
-    curvature = jnp.linspace(*args.curvature, d)
+    curvature = jnp.linspace(args.curvature[0], args.curvature[1], d)
     key, first = jax.random.split(jax.random.key(seed))
     optimum = jax.random.normal(first, (d,))
 

@@ -57,16 +57,18 @@ Rows = dict[str, Callable[[float], Transformation | Local]]
 
 def exchanges(density: float) -> dict[str, Callable[..., Transformation]]:
     """Exchanges of gradients by name, each a function of `momentum=`."""
-    make, bits = functools.partial, {"codec": codecs.EliasFano()}
+    make: Any = functools.partial
+    bits = {"codec": codecs.EliasFano()}
     draw = lambda share, **more: make(jaxsparse.random_k, share * density, **more)
+    sums: tuple[tuple[str, str, Any, dict[str, Any]], ...] = (
+        ("SparCML", "", jaxsparse.sparcml, {}),
+        ("SparCML", ", 4 bits", jaxsparse.sparcml, {"bits": 4}),
+        ("top-k", "", jaxsparse.top_k, {}),
+    )
     few = {
         f"{name}, {n} of 512{more}": make(tx, n if name == "SparCML" else n / 512, **settings)
         for n in (8, 16)
-        for name, more, tx, settings in (
-            ("SparCML", "", jaxsparse.sparcml, {}),
-            ("SparCML", ", 4 bits", jaxsparse.sparcml, {"bits": 4}),
-            ("top-k", "", jaxsparse.top_k, {}),
-        )
+        for name, more, tx, settings in sums
     }
     return {
         "dense": jaxsparse.dense,

@@ -27,22 +27,20 @@ def pages():
     sys.path.pop()
     load = functools.cache(lambda name: json.loads((ROOT / f"benchmarks/{name}.json").read_text()))
     LOCAL = ROOT / "benchmarks/results/local_updates"
-    small, gpt = (curves.load([LOCAL / f"results{name}.json"]) for name in ("", "_10.9m"))
+    gpt = curves.load([LOCAL / "results_10.9m.json"])
     end, over = lambda runs, name: runs[name].ends.mean(), lambda name: end(gpt, name) - end(gpt, "dense")
     CHUNKS, MEAN, BITS = "SparseLoCo H=10 12.5 %", "mean H=10", "gradients, 4 bits"
     HOW = {"dense": ("dense", 1), BITS: ("qsgd", 1), MEAN: ("dense", 10), CHUNKS: ("chunked_top_k", 10)}
     timed = lambda *a: curves.over_measured(*a[:2], LOCAL / "exchanges_10.9m.json", a[2])["10mbit"]
     until = argparse.Namespace(size="10.9m", until=1.4, steps=1500, eval_every=20)
     slow = timed({x: gpt[x] for x in HOW}, HOW, 0.1) | timed(*to_loss.reached(until), 0.17)
-    minutes = lambda name: np.mean([c.seconds[np.flatnonzero(c.held_out <= 1.4)[0]] / 60 for c in slow[name].curves.values()])
     hours = lambda name: slow[name].curves[0].seconds[-1] / 3600
     ends, shorter = recipes.load_ends(), recipes.load_ends(shorter=True)
-    SIGNS, WARM, MUON, ADAMW = "muon, local 10, sign", "muon, local 10, sign, warm 10 %", "muon, gradients, dense", "adamw, gradients, dense"
+    SIGNS, MUON, ADAMW = "muon, local 10, sign", "muon, gradients, dense", "adamw, gradients, dense"
     mapped = lambda name: np.mean([*ends.ends[name].losses.values()])
     above = lambda one, two: ends.ends[one].above(ends.ends[two])[0]
     model, seeds = frontier.SIZES["136k"], {len(x.losses) for x in ends.ends.values()}
     moved = lambda name: traced_bytes(recipes.EXCHANGES[name].transformation(), model.shapes, 8).received
-    fewer, turns = moved("dense") / moved("sign"), recipes.Recipe.parsed(WARM).exchanges(2000) / 2000
     both = [(ends.above_dense(x)[0], shorter.above_dense(x)[0]) for x in ends.ends if x in shorter.ends and "random" not in x]
     longer = [b / a for a, b in both if a > 0.01]
     ended = lambda size, name: (runs := frontier.Results(size)).runs(one := recipes.Recipe.parsed(name), 600)[runs.tuned_rate(one, 600), 0][-1]
@@ -64,15 +62,11 @@ def pages():
     host = lambda *names: [hosts[name, 16_000_000, 0.01] for name in names]
     gain = lambda name: hosts["dense", 16_000_000, 0.01] / hosts[name, 16_000_000, 0.01]
     cml = lambda name, share=0.1: hosts["dense", 10**6, 0.1] / hosts[name, 10**6, share]
-    points = {x["method"]: x["points"] for x in load("cluster/results")["training"]}
-    reached = lambda x: next(p["seconds"] for p in points[x] if p["accuracy"] >= 0.965)
-    ms, floor = ({x: y[k][3] for x, y in load("results/gpu")["kernels"].items()} for k in ("ms", "of_floor"))  # at 2^27
-    picked = [floor[f"{x}_top_k"] for x in ("fast", "sampled", "threshold")]
+    ms = {x: y["ms"][3] for x, y in load("results/gpu")["kernels"].items()}  # at 2^27
     right, sent = ({x["method"]: of(x) for x in load("results/quantized")["results"]} for of in (lambda x: 100 * np.mean(x["accuracy"]), lambda x: x["words"]))
     quick = lambda x: (f"{x['train_loss'][0]:.4f}", f"{100 * x['test_accuracy'][0]:.1f} %", f"{x['received_bytes']:,.0f}", f"{x['compression']:.0f}x")
     tried = load("results/quickstart")["methods"]
     s1, a1, m1, s2, a2, m2 = (ended(x, y) for x in ("1m", "136k") for y in (SIGNS, ADAMW, MUON))
-    SMALL = [end(small, x) for x in ("updates, SparDL 1 %", "gradients, SparDL 1 %", BITS, "dense")]
     two, three = ((lambda *values, form=form: [format(x, form) for x in values]) for form in (".2f", ".3f"))
     RANDOM, RD, AG = "random-k, not fed back", "sparcml:recursive_double", "sparcml:all_gather"
     DSAR, PACKED, TEN = "sparcml:dsar_split_allgather", "ok_topk_packed", "10 local steps, mean"
