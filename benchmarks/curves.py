@@ -93,7 +93,7 @@ def table(runs: dict[str, Run], workers: int) -> str:
 
 def times(runs: dict[str, Run], goal: float) -> str:
     """A table of seconds and steps to a held-out loss: means over seeds, if all reach it."""
-    rows = [("method", f"s to {goal:g}", "steps")]
+    rows: list[tuple[str, ...]] = [("method", f"s to {goal:g}", "steps")]
     for name, run in runs.items():
         curves = run.curves.values()
         points = [np.flatnonzero(curve.held_out <= goal) for curve in curves]

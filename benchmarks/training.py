@@ -57,7 +57,8 @@ Rows = dict[str, Callable[[float], Transformation | Local]]
 
 def exchanges(density: float) -> dict[str, Callable[..., Transformation]]:
     """Exchanges of gradients by name, each a function of `momentum=`."""
-    make, bits = functools.partial, {"codec": codecs.EliasFano()}
+    make: Any = functools.partial
+    bits = {"codec": codecs.EliasFano()}
     draw = lambda share, **more: make(jaxsparse.random_k, share * density, **more)
     few = {
         f"{name}, {n} of 512{more}": make(tx, n if name == "SparCML" else n / 512, **settings)

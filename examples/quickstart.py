@@ -107,7 +107,8 @@ def train(
             losses.append(float(loss.mean()))  # waits: emulated devices may deadlock if steps queue
             advance()
         ends.append((float(np.mean(losses[-LAST:])), float(test_accuracy(trainer.params(state)))))
-    return Run(*np.array(ends).T, received)
+    losses_at_end, accuracies = np.array(ends).T
+    return Run(losses_at_end, accuracies, received)
 
 
 class Trainer(NamedTuple):
