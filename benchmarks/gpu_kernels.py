@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import timing
 
 import jaxsparse
 from jaxsparse import codecs, quantize, select, shard, sketch
@@ -149,15 +150,7 @@ def timed(
 
 @functools.lru_cache(maxsize=1)
 def donated_double(size: int) -> Callable[[], jax.Array]:
-    """A function that doubles a vector in its own buffer: 8 bytes of traffic an element."""
-    double = jax.jit(lambda x: x * 2, donate_argnums=0)
-    buffer = [jax.numpy.zeros(size, jax.numpy.float32)]
-
-    def run():
-        buffer[0] = double(buffer[0])
-        return buffer[0]
-
-    return run
+    return timing.doubled(jnp.zeros(size, jnp.float32))
 
 
 def device() -> Any:
@@ -252,8 +245,8 @@ def _selected(i: Inputs) -> float:
     return 4 * i.size + 8 * i.k
 
 
-def _table(i: Inputs) -> float:
-    return 4 * i.spec.rows * i.spec.cols
+def _both(i: Inputs) -> float:  # vector and table
+    return 4 * i.size + 4 * i.spec.rows * i.spec.cols
 
 
 def _entries(i: Inputs) -> float:
@@ -261,7 +254,7 @@ def _entries(i: Inputs) -> float:
 
 
 def _packed(i: Inputs) -> float:
-    return i.size * _QSGD.bits / 8 + 4 * i.size / _QSGD.group_size
+    return 4 * i.size + i.size * _QSGD.bits / 8 + 4 * i.size / _QSGD.group_size
 
 
 # heavy_hitters never stores the vector in which it looks for entries. It counts as read once all
@@ -269,18 +262,11 @@ def _packed(i: Inputs) -> float:
 KERNELS = {
     "hash_extract": Kernel(
         _selected,
-        lambda i: (
-            lambda x, t: select.hash_extract(x, t, i.k),
-            (i.x, jnp.float32(i.threshold)),
-        ),
+        lambda i: (lambda x, t: select.hash_extract(x, t, i.k), (i.x, jnp.float32(i.threshold))),
         3,
     ),
     "slot_max": Kernel(_selected, lambda i: (lambda x: select.slot_max(x, i.k), (i.x,)), 3),
-    "sketch.encode": Kernel(
-        lambda i: 4 * i.size + _table(i),
-        lambda i: (lambda x: sketch.encode(x, i.spec), (i.x,)),
-        4,
-    ),
+    "sketch.encode": Kernel(_both, lambda i: (lambda x: sketch.encode(x, i.spec), (i.x,)), 4),
     "heavy_hitters": Kernel(
         _selected,
         lambda i: (lambda table: sketch.heavy_hitters(table, i.spec, i.size, i.k), (i.table,)),
@@ -298,22 +284,13 @@ KERNELS = {
         lambda i: (lambda x: select.block_top_k(x, i.block_k, _BLOCK), (i.x,)),
     ),
     "sketch.decode": Kernel(
-        lambda i: 4 * i.size + _table(i),
-        lambda i: (lambda table: sketch.decode(table, i.spec, i.size), (i.table,)),
+        _both, lambda i: (lambda table: sketch.decode(table, i.spec, i.size), (i.table,))
     ),
     "QSGD, 4 bits": Kernel(
-        lambda i: 4 * i.size + _packed(i),
-        lambda i: (
-            lambda x, key: quantize.quantize(x, _QSGD, key),
-            (i.x, i.key),
-        ),
+        _packed, lambda i: (lambda x, key: quantize.quantize(x, _QSGD, key), (i.x, i.key))
     ),
     "QSGD, back": Kernel(
-        lambda i: 4 * i.size + _packed(i),
-        lambda i: (
-            lambda q: quantize.dequantize(q, _QSGD, i.size),
-            (i.quantized,),
-        ),
+        _packed, lambda i: (lambda q: quantize.dequantize(q, _QSGD, i.size), (i.quantized,))
     ),
     "pack": Kernel(
         lambda i: 4 * i.size + i.size * _QSGD.bits / 8,

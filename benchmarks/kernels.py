@@ -176,39 +176,22 @@ def show_errors() -> None:
 KINDS = {"select": selections, "sketch": sketches, "chunks": chunks}
 
 
-def measure(kind: str, size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one size."""
+def measure(kind: str, size: int, args: argparse.Namespace) -> None:
+    """Prints the rows of one size."""
     x = jax.random.normal(jax.random.key(0), (size,))
     if kind == "select":
         x = x**3  # with heavy tails
-    in_place, buffer = jax.jit(lambda x: x * 2, donate_argnums=0), [jnp.zeros_like(x)]
-
-    def donated() -> jax.Array:
-        buffer[0] = in_place(buffer[0])
-        return buffer[0]
-
     runs, energy = KINDS[kind](x, args.density)
-    seconds = timing.interleaved({"x * 2 donated": donated, **runs}, args.repeats)
+    seconds = timing.interleaved({"x * 2 donated": timing.doubled(x), **runs}, args.repeats)
     floor = seconds["x * 2 donated"]
-    return [
-        {
-            "size": size,
-            "operation": name,
-            "median_ms": 1e3 * statistics.median(times),
-            "over_donated": statistics.median(times) / statistics.median(floor),
-            "min_over_min_donated": min(times) / min(floor),
-            "energy_share": energy.get(name),
-        }
-        for name, times in seconds.items()
-    ]
-
-
-def line(r: dict[str, Any]) -> str:
-    share = "" if r["energy_share"] is None else f"{r['energy_share']:.4f}"
-    return (
-        f"{r['size']:>9}  {r['operation']:<18}{r['median_ms']:>10.3f} {r['over_donated']:>9.2f} "
-        f"{r['min_over_min_donated']:>8.2f} {share:>7}"
-    )
+    for name, times in seconds.items():
+        share = f"{energy[name]:.4f}" if name in energy else ""
+        ratios = statistics.median(times) / statistics.median(floor), min(times) / min(floor)
+        print(
+            f"{size:>9}  {name:<18}{1e3 * statistics.median(times):>10.3f} {ratios[0]:>9.2f} "
+            f"{ratios[1]:>8.2f} {share:>7}",
+            flush=True,
+        )
 
 
 # --- decoding
@@ -252,7 +235,7 @@ def fit(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return best
 
 
-def decoding(size: int, workers: list[int], repeats: int) -> list[dict[str, Any]]:
+def decoding(size: int, workers: list[int], repeats: int) -> None:
     """Times of both decodings, and a fit of each."""
     print(f"{'density':>8} {'W':>3} {'W m':>9} {'sparse ms':>10} {'dense ms':>9} {'ratio':>6}")
     results, copied = list[dict[str, Any]](), 0
@@ -282,10 +265,9 @@ def decoding(size: int, workers: list[int], repeats: int) -> list[dict[str, Any]
             f"worker; off by a factor of {off:.2f}"
         )
     print(f"copies of the dense array within sparse decoding's loops: {copied}")
-    return results
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> None:
     parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("kind", choices=[*KINDS, "decode"])
@@ -293,25 +275,17 @@ def parse_args() -> argparse.Namespace:
     add("--density", type=float, default=0.01, help="k / size of select and sketch (default: 0.01)")
     add("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="of decode")
     add("--repeats", type=int, default=9, help="timed runs of each operation (default: 9)")
-    add("--json", metavar="FILE", help="also write all results here")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_args()
-    where, results = timing.where(), list[dict[str, Any]]()
+    args = parser.parse_args()
+    timing.where()
     if args.kind == "decode":
         (size,) = args.sizes or [2**22]
-        results = decoding(size, args.workers, args.repeats)
-    else:
-        print(f"{'size':>9}  {'operation':<18}{'median ms':>10}   /donated  min/min  energy")
-        for size in args.sizes or [2**e for e in range(16, 27, 2)]:
-            for row in measure(args.kind, size, args):
-                results.append(row)
-                print(line(row), flush=True)
+        decoding(size, args.workers, args.repeats)
+        return
+    print(f"{'size':>9}  {'operation':<18}{'median ms':>10}   /donated  min/min  energy")
+    for size in args.sizes or [2**e for e in range(16, 27, 2)]:
+        measure(args.kind, size, args)
     if args.kind == "chunks":
         show_errors()
-    timing.save({**where, "arguments": vars(args), "results": results}, args.json)
 
 
 if __name__ == "__main__":

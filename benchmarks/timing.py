@@ -3,9 +3,11 @@
 import argparse
 import datetime
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxsparse.planner.measuring import interleaved as interleaved
 
@@ -31,6 +33,17 @@ def size_of(text: str) -> int:
     """The int that 2^20 or 1048576 stands for."""
     base, _, exponent = text.partition("^")
     return int(base) ** int(exponent or 1)
+
+
+def doubled(x: jax.Array) -> Callable[[], jax.Array]:
+    """A function that doubles a vector like `x` in its own buffer: 8 bytes of traffic a float."""
+    double, buffer = jax.jit(lambda x: x * 2, donate_argnums=0), [jnp.zeros_like(x)]
+
+    def run() -> jax.Array:
+        buffer[0] = double(buffer[0])
+        return buffer[0]
+
+    return run
 
 
 def where() -> dict[str, str]:

@@ -43,27 +43,35 @@ def shared_batch(size: int, workers: int) -> int:
     return -(-size // workers) * workers
 
 
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """A parser whose help begins with a script's docstring, as it stands."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_training_flags(
+    parser: argparse.ArgumentParser, *, steps: int, lr: float, hidden: int
+) -> None:
+    """Flags of the examples that train on digits, with their own defaults."""
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=number(int, 1), default=steps, help=f"(default: {steps})")
+    add("--batch-size", type=number(int, 1), default=256, metavar="IMAGES", help="of all workers "
+        "together, rounded up to what they can share (default: 256)")  # fmt: skip
+    add("--lr", type=number(float, 0), default=lr, help=f"first learning rate (default: {lr})")
+    add("--hidden", type=number(int, 8), default=hidden, help=f"units (default: {hidden})")
+    add("--seed", type=number(int, 0), default=0, help="(default: 0)")
+
+
 def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workers")
-    group.add_argument(
-        "--platform",
-        choices=["cpu", "gpu", "tpu"],
-        default="cpu",
-        help="cpu emulates the devices; gpu and tpu use those of this machine (default: cpu)",
-    )
-    either = group.add_mutually_exclusive_group()
-    either.add_argument(
-        "--devices",
-        type=number(int, 2),
-        metavar="N",
-        help="workers, one on each device (default: 8 on cpu, all there are elsewhere)",
-    )
-    either.add_argument(
-        "--simulate",
-        type=number(int, 2),
-        metavar="W",
-        help="simulate W workers on one device, by jax.vmap instead of a mesh",
-    )
+    group.add_argument("--platform", choices=["cpu", "gpu", "tpu"], default="cpu", help="cpu "
+        "emulates the devices; gpu and tpu use those of this machine (default: cpu)")  # fmt: skip
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--devices", type=number(int, 2), metavar="N", help="workers, one on each device "
+        "(default: 8 on cpu, all there are elsewhere)")  # fmt: skip
+    add("--simulate", type=number(int, 2), metavar="W", help="simulate W workers on one device, by "
+        "jax.vmap instead of a mesh")  # fmt: skip
 
 
 class Workers(NamedTuple):

@@ -168,24 +168,14 @@ def main() -> None:
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = digits.parser_of(__doc__)
     add = parser.add_argument
     add("--methods", nargs="+", choices=METHODS, default=METHODS, help="(default: all)")
-    add(
-        "--windows",
-        type=number(int, 1),
-        default=32,
-        help="of all hosts, rounded up to what they can share (default: 32)",
-    )
+    add("--windows", type=number(int, 1), default=32,
+        help="of all hosts, rounded up to what they can share (default: 32)")  # fmt: skip
     add("--length", type=number(int, 1), default=64, help="bytes of a window (default: 64)")
-    add(
-        "--width",
-        type=number(int, 8),
-        default=128,
-        help="of the model, rounded up to what its heads can share (default: 128)",
-    )
+    add("--width", type=number(int, 8), default=128,
+        help="of the model, rounded up to what its heads can share (default: 128)")  # fmt: skip
     add("--layers", type=number(int, 1), default=2, help="(default: 2)")
     add("--steps", type=number(int, 1), default=200, help="(default: 200)")
     add("--lr", type=number(float, 0), default=3e-3, help="of Adam, its peak (default: 0.003)")

@@ -133,9 +133,7 @@ def batch_of(data: digits.Digits, name: str, t: int) -> digits.Digits:
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = digits.parser_of(__doc__)
     add = parser.add_argument
     add("--store", required=True, help="a folder, or s3://bucket/run, gs://..., az://...")
     add("--name", required=True, help="the island's name, another one for each")

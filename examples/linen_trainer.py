@@ -152,32 +152,15 @@ def log(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = digits.parser_of(__doc__)
     digits.add_worker_flags(parser)
     add = parser.add_argument
     add("--method", choices=["dense", "sketched_sgd"], default="sketched_sgd")
     add("--compression", type=number(float, 1), default=10.0, help="of sketched_sgd (default: 10)")
-    add(
-        "--accumulate",
-        type=number(int, 1),
-        default=4,
-        metavar="N",
-        help="micro-batches per step and worker (default: 4)",
-    )
-    add(
-        "--batch-size",
-        type=number(int, 1),
-        default=256,
-        metavar="IMAGES",
-        help="of all workers together, rounded up to what they can share (default: 256)",
-    )
-    add("--steps", type=number(int, 1), default=200, help="(default: 200)")
-    add("--lr", type=number(float, 0), default=0.1, help="(default: 0.1)")
-    add("--hidden", type=number(int, 32), default=384, help="(default: 384)")
-    add("--seed", type=number(int, 0), default=0, help="(default: 0)")
+    add("--accumulate", type=number(int, 1), default=4, metavar="N",
+        help="micro-batches per step and worker (default: 4)")  # fmt: skip
     add("--csv", type=Path, metavar="FILE", help="written with a line of diagnostics for each step")
+    digits.add_training_flags(parser, steps=200, lr=0.1, hidden=384)
     return parser
 
 

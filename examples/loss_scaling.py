@@ -135,30 +135,13 @@ def main() -> None:
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = digits.parser_of(__doc__)
     digits.add_worker_flags(parser)
     add = parser.add_argument
     add("--scale", type=number(float, 1), default=2.0**24, help="first loss scale (default: 2^24)")
-    add(
-        "--raise-every",
-        type=number(int, 1),
-        default=50,
-        metavar="STEPS",
-        help="good steps after which the scale is doubled (default: 50)",
-    )
-    add("--steps", type=number(int, 1), default=200, help="(default: 200)")
-    add(
-        "--batch-size",
-        type=number(int, 1),
-        default=256,
-        metavar="IMAGES",
-        help="of all workers together, rounded up to what they can share (default: 256)",
-    )
-    add("--lr", type=number(float, 0), default=2e-3, help="of Adam (default: 0.002)")
-    add("--hidden", type=number(int, 32), default=256, help="(default: 256)")
-    add("--seed", type=number(int, 0), default=0, help="(default: 0)")
+    add("--raise-every", type=number(int, 1), default=50, metavar="STEPS",
+        help="good steps after which the scale is doubled (default: 50)")  # fmt: skip
+    digits.add_training_flags(parser, steps=200, lr=2e-3, hidden=256)
     return parser
 
 

@@ -19,12 +19,10 @@ from typing import Any, NamedTuple
 import digits
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from digits import number
 from flax import nnx
-from matplotlib.ticker import EngFormatter, PercentFormatter
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -32,11 +30,8 @@ from rich.table import Table
 
 import jaxsparse
 
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
 MOMENTUM, RATE, BATCH, LOCAL_STEPS, DENSITY = 0.9, 0.1, 256, 10, 0.01
+LAST = 20  # steps whose losses are averaged
 
 
 class MLP(nnx.Module):
@@ -78,9 +73,8 @@ def methods_to_compare(args: argparse.Namespace) -> dict[str, Method]:
 class Run(NamedTuple):
     """One method, trained once for each seed."""
 
-    steps: np.ndarray  # int[points]: steps at which the curves were measured
-    train_loss: np.ndarray  # float[seeds, points]: mean over the steps since the last point
-    test_accuracy: np.ndarray  # float[seeds, points]
+    train_loss: np.ndarray  # float[seeds]: mean over the last steps
+    test_accuracy: np.ndarray  # float[seeds]
     received: float  # bytes that a device receives in a step, mean over steps
 
 
@@ -105,23 +99,16 @@ def train(
     on_mesh = trainer_of(method, workers._replace(simulated=None), args)
     received = on_mesh.received(on_mesh.start(0), next(batches(seed=0)))
 
-    curves: list[list[tuple[int, float, float]]] = []
+    ends: list[tuple[float, float]] = []
     for seed in args.seeds:
-        state = trainer.start(seed)
-        curves.append([])
-        losses: list[float] = []
-        for i, batch in enumerate(batches(seed=seed), start=1):
-            state, loss = trainer.step(state, batch, i - 1)
+        state, losses = trainer.start(seed), list[float]()
+        for i, batch in enumerate(batches(seed=seed)):
+            state, loss = trainer.step(state, batch, i)
             losses.append(float(loss.mean()))  # waits: emulated devices may deadlock if steps queue
-            if i % args.eval_every == 0 or i == args.steps:
-                curves[-1].append(
-                    (i, float(np.mean(losses)), float(test_accuracy(trainer.params(state))))
-                )
-                losses = []
             advance()
-
-    steps, train_loss, test = np.moveaxis(np.array(curves), -1, 0)
-    return Run(steps[0].astype(int), train_loss, test, received)
+        ends.append((float(np.mean(losses[-LAST:])), float(test_accuracy(trainer.params(state)))))
+    losses_at_end, accuracies = np.array(ends).T
+    return Run(losses_at_end, accuracies, received)
 
 
 class Trainer(NamedTuple):
@@ -242,10 +229,8 @@ def main() -> None:
             runs[name] = train(method, workers, args, advance)
 
     console.print(table(runs))
-    save_figure(runs, title, args.output)
     if args.json:
         save_json(runs, vars(args), args.json)
-    console.print(f"The curves are in {args.output}", highlight=False, soft_wrap=True)
     console.print(summary(runs), highlight=False, soft_wrap=True)
 
 
@@ -271,8 +256,8 @@ def table(runs: dict[str, Run]) -> Table:
     for name, run in runs.items():
         result.add_row(
             name,
-            shown(run.train_loss[:, -1], ".4f"),
-            shown(100 * run.test_accuracy[:, -1], ".2f") + " %",
+            shown(run.train_loss, ".4f"),
+            shown(100 * run.test_accuracy, ".2f") + " %",
             f"{run.received:,.0f}",
             f"{compression(runs, name):.2f}x",
         )
@@ -281,7 +266,7 @@ def table(runs: dict[str, Run]) -> Table:
 
 def summary(runs: dict[str, Run]) -> str:
     """Each method's accuracy and bytes beside those of dense, in words."""
-    accuracy = lambda name: f"{100 * runs[name].test_accuracy[:, -1].mean():.1f} %"
+    accuracy = lambda name: f"{100 * runs[name].test_accuracy.mean():.1f} %"
     return "; ".join(
         f"{name}: {accuracy(name)} vs dense {accuracy('dense')}, "
         f"{compression(runs, name):.2f}x fewer bytes"
@@ -293,8 +278,8 @@ def summary(runs: dict[str, Run]) -> str:
 def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> None:
     methods = {
         name: {
-            "train_loss": run.train_loss[:, -1].tolist(),
-            "test_accuracy": run.test_accuracy[:, -1].tolist(),
+            "train_loss": run.train_loss.tolist(),
+            "test_accuracy": run.test_accuracy.tolist(),
             "received_bytes": run.received,
             "compression": compression(runs, name),
         }
@@ -304,59 +289,17 @@ def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> Non
     path.write_text(json.dumps({"settings": settings, "methods": methods}, indent=1, default=str))
 
 
-def save_figure(runs: dict[str, Run], title: str, path: Path) -> None:
-    figure, axes = plt.subplots(
-        2, 2, figsize=(10, 7), sharex="col", sharey="row", layout="constrained"
-    )
-    figure.suptitle(title)
-    (accuracy_by_step, accuracy_by_bytes), (loss_by_step, loss_by_bytes) = axes
-    for name, run in runs.items():
-        for axis, x in ((0, run.steps), (1, run.steps * run.received)):
-            for axes_row, y in ((0, run.test_accuracy), (1, run.train_loss)):
-                ax = axes[axes_row, axis]
-                (line,) = ax.plot(x, y.mean(axis=0), label=name)
-                ax.fill_between(x, y.min(axis=0), y.max(axis=0), alpha=0.2, color=line.get_color())
-    accuracy_by_step.set_ylabel("test accuracy")
-    accuracy_by_step.yaxis.set_major_formatter(PercentFormatter(1))
-    accuracy_by_bytes.legend(loc="lower right")
-    loss_by_step.set(xlabel="steps", ylabel="train loss", yscale="log")
-    loss_by_bytes.set(xlabel="bytes that each device has received so far", xscale="log")
-    loss_by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
-    for ax in axes.flat:
-        ax.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = digits.parser_of(__doc__)
     digits.add_worker_flags(parser)
     add, every = parser.add_argument, ["local", "spardl", "sketched_sgd"]
     add("--methods", nargs="*", choices=every, default=every, help="beside dense (default: all)")
-    add(
-        "--compression",
-        nargs="+",
-        type=number(float, 1),
-        default=[10.0],
-        metavar="RATIO",
-        help="of sketched_sgd: words of the gradient over words sent (default: 10)",
-    )
+    add("--compression", nargs="+", type=number(float, 1), default=[10.0], metavar="RATIO",
+        help="of sketched_sgd: words of the gradient over words sent (default: 10)")  # fmt: skip
     add("--steps", type=number(int, 1), default=180, help="(default: 180)")
     add("--hidden", type=number(int, 32), default=964, help="units of two layers (default: 964)")
-    add(
-        "--seeds",
-        nargs="+",
-        type=number(int, 0),
-        default=[0],
-        metavar="SEED",
-        help="of initial weights and batches; several are averaged (default: 0)",
-    )
-    add("--eval-every", type=number(int, 1), default=20, metavar="STEPS", help="(default: 20)")
-    output = Path("out/quickstart.png")
-    add("--output", type=Path, default=output, metavar="PNG", help=f"(default: {output})")
+    add("--seeds", nargs="+", type=number(int, 0), default=[0], metavar="SEED",
+        help="of initial weights and batches; several are averaged (default: 0)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     return parser
 

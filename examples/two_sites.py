@@ -109,9 +109,7 @@ def report(train: jaxsparse.LocalSteps, state: Any, batch: Any, mesh: Any, args:
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = digits.parser_of(__doc__)
     add = parser.add_argument
     add("--steps", type=number(int, 1), default=200, help="of the whole run (default: 200)")
     add("--every", type=number(int, 3), default=10, help="steps between exchanges (default: 10)")

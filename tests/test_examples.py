@@ -10,7 +10,7 @@ from running import cache_in, run, started
 from workers import few
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--hidden", "128", "--steps", "12", "--eval-every", "4"]
+SMALL = ["--hidden", "128", "--steps", "12"]
 PARAMETERS = 64 * 128 + 128 * 128 + 128 * 10 + 2 * 128 + 10
 DENSE = 4 * (PARAMETERS + 1)  # with the flag that gradients are finite
 
@@ -22,7 +22,7 @@ def quickstart(*flags, cwd, **settings):
 
 
 @pytest.mark.slow
-def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
+def test_quickstart_reports_every_method_in_table_and_json(tmp_path):
     printed, methods = quickstart(
         *SMALL,
         "--devices",
@@ -67,22 +67,14 @@ def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
 
     last = printed.splitlines()[-1]
     assert re.search(r"sketched 8x: [\d.]+ % vs dense [\d.]+ %, (8\.0|7\.9)\dx fewer bytes", last)
-    from matplotlib.image import imread
-
-    height, width, _ = imread(tmp_path / "out/quickstart.png").shape
-    assert height > 500
-    assert width > 500
 
 
 @pytest.mark.parametrize("workers", few([8, 64], []))
 def test_simulated_workers_train_like_devices(tmp_path, workers):
     flags = [*SMALL, "--steps", 4, "--methods", "sketched_sgd", "--compression", 10]
     _, devices = quickstart(*flags, "--devices", 8, cwd=tmp_path)
-    printed, simulated = quickstart(
-        *flags, "--simulate", workers, "--output", "a/b.png", cwd=tmp_path
-    )
+    printed, simulated = quickstart(*flags, "--simulate", workers, cwd=tmp_path)
     assert f"{workers} simulated workers" in printed
-    assert (tmp_path / "a/b.png").stat().st_size > 10_000
     for name in ("dense", "sketched 10x"):
         ours, theirs = ((w - 1) / w for w in (workers, 8))
         bytes_of_8 = devices[name]["received_bytes"]

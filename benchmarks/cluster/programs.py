@@ -8,7 +8,6 @@ import contextlib
 import functools
 import hashlib
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from alone import dry_run
 from cells import Cell, budget
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
@@ -24,9 +24,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
 from jaxsparse import traffic
-
-sys.path.append(str(Path(__file__).parents[1]))
-from alone import dry_run
 
 _MESH_AXIS = "data"
 

@@ -85,9 +85,9 @@ def in_four_bits(script: str) -> str:
     return script.replace(EXCHANGE, IN_FOUR_BITS)
 
 
-def environment(steps: int, density: float, devices: int = 8) -> dict[str, str]:
+def environment(steps: int, density: float) -> dict[str, str]:
     """Variables of a trainer's process, on emulated devices."""
-    flags = [f"--xla_force_host_platform_device_count={devices}"]
+    flags = ["--xla_force_host_platform_device_count=8"]
     # On a busy machine a device may reach a collective later than the 40 s after which XLA ends.
     flags += ["--xla_cpu_collective_call_terminate_timeout_seconds=600"]
     paths = [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]

@@ -26,42 +26,21 @@ T = TypeVar("T")
 
 # Flags that determine the model, the method's state, the learning rates and the order of the data.
 FIXED = (
-    "method",
-    "density",
-    "compression",
-    "momentum",
-    "local_steps",
-    "outer_lr",
-    "steps",
-    "batch_size",
-    "lr",
-    "hidden",
-    "seed",
+    *("method", "density", "compression", "momentum", "local_steps", "outer_lr"),
+    *("steps", "batch_size", "lr", "hidden", "seed"),
 )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("checkpoints").add_argument
-    add(
-        "--checkpoint-dir",
-        type=Path,
-        metavar="DIR",
-        help="where to save; all processes must see it",
-    )
-    add(
-        "--checkpoint-every",
-        type=number(int, 1),
-        default=20,
-        metavar="STEPS",
-        help="the last step is saved as well, and a step at which a preemption is announced "
-        "(default: 20)",
-    )
+    add("--checkpoint-dir", type=Path, metavar="DIR",
+        help="where to save; all processes must see it")  # fmt: skip
+    add("--checkpoint-every", type=number(int, 1), default=20, metavar="STEPS", help="the last "
+        "step is saved as well, and a step at which a preemption is announced "
+        "(default: 20)")  # fmt: skip
     add("--keep", type=number(int, 1), default=2, metavar="N", help="the last N only (default: 2)")
-    add(
-        "--resume",
-        action="store_true",
-        help="go on from the last good checkpoint, if there is one",
-    )
+    add("--resume", action="store_true",
+        help="go on from the last good checkpoint, if there is one")  # fmt: skip
 
 
 class Progress(NamedTuple):

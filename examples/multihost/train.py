@@ -269,50 +269,20 @@ def main() -> None:
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = digits.parser_of(__doc__)
     processes.add_flags(parser)
 
     add = parser.add_argument_group("method").add_argument
     add("--method", choices=METHODS, default="spardl", help="(default: spardl)")
-    add(
-        "--density",
-        type=number(float, 0),
-        default=0.01,
-        help="share of the entries that are sent, of methods that select (default: 0.01)",
-    )
+    add("--density", type=number(float, 0), default=0.01,
+        help="share of the entries sent, of methods that select (default: 0.01)")  # fmt: skip
     add("--compression", type=number(float, 1), default=10.0, help="of sketched_sgd (default: 10)")
     add("--momentum", type=number(float, 0, 1), default=0.9, help="(default: 0.9)")
-
-    add(
-        "--local-steps",
-        type=number(int, 1),
-        default=1,
-        metavar="H",
-        help="1 exchanges gradients; more let each worker train alone for H steps, and exchange "
-        "what that moved (default: 1)",
-    )
+    add("--local-steps", type=number(int, 1), default=1, metavar="H", help="1 exchanges gradients; "
+        "more let each worker train alone for H steps, and exchange what that moved "
+        "(default: 1)")  # fmt: skip
     add("--outer-lr", type=number(float, 0), default=1.0, help="of local steps (default: 1)")
-
-    add = parser.add_argument_group("training").add_argument
-    add("--steps", type=number(int, 1), default=180, help="(default: 180)")
-    add(
-        "--batch-size",
-        type=number(int, 1),
-        default=256,
-        metavar="IMAGES",
-        help="of all workers together, rounded up to what they can share (default: 256)",
-    )
-    add("--lr", type=number(float, 0), default=0.1, help="first learning rate (default: 0.1)")
-    add(
-        "--hidden",
-        type=number(int, 8),
-        default=964,
-        help="width of the two hidden layers (default: 964, a million parameters)",
-    )
-    add("--seed", type=number(int, 0), default=0, help="(default: 0)")
-
+    digits.add_training_flags(parser, steps=180, lr=0.1, hidden=964)
     checkpoints.add_flags(parser)
 
     add = parser.add_argument_group("results").add_argument
