@@ -15,7 +15,8 @@ from flax import nnx
 SCRIPT = running.ROOT / "benchmarks" / "language_model.py"
 
 
-def test_embedding_gradient_has_the_rows_of_the_inputs_and_no_others():
+def test_embedding_gradient_has_the_rows_of_the_inputs_and_no_others(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location("language_model", SCRIPT)
     model = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(model)
