@@ -294,8 +294,8 @@ def of_kernels(records: list[Record]) -> str:
     targets = {r["name"]: "" if r["target"] is None else f"{r['target']:g}" for r in found}
     rows = [(name, t, *(short.get((name, s), "") for s in sizes)) for name, t in targets.items()]
     head = ("kernel", "target", *(f"2^{s}" for s in sizes))
-    notes = [f"{note}, {', '.join(spans)}", *_notes(records)]
-    return table("Kernels: ms (of the floor)", head, rows, notes)
+    notes = [f"{note}: {', '.join(spans)}"] if sizes else []
+    return table("Kernels: ms (of the floor)", head, rows, notes + _notes(records))
 
 
 def of_forms(records: list[Record], kernels: list[Record]) -> str:
