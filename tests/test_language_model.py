@@ -15,6 +15,7 @@ from flax import nnx
 SCRIPT = running.ROOT / "benchmarks" / "language_model.py"
 
 
+@pytest.mark.slow
 def test_embedding_gradient_has_the_rows_of_the_inputs_and_no_others():
     spec = importlib.util.spec_from_file_location("language_model", SCRIPT)
     model = importlib.util.module_from_spec(spec)
