@@ -38,7 +38,7 @@ MADE = {
     ),
 }
 names = pytest.mark.parametrize(
-    "name", some(MADE, ("powersgd",), ("options", "ef21_sgdm", "spardl", "own moments"))
+    "name", some(MADE, ("dense",), ("options", "ef21_sgdm", "powersgd", "own moments"))
 )
 
 

@@ -52,12 +52,11 @@ def is_one_message(kind):
     return isinstance(kind, type) and issubclass(kind, Gathered) and kind is not Gathered
 
 
-def cases(name, gathered=True):
-    """The transformations of a row of the table that are of one message, or those that are not."""
-    row = SYSTEMS[name]
-    for case in CASES[name].values():
+def variants(name, gathered=True):
+    """Those of a row of the table that are of one message, or those that are not."""
+    for variant, case in CASES[name].items():
         if gathered == (name in GATHERED or "gather" in case.small):
-            yield functools.partial(row.transformation, **case.small)
+            yield variant
 
 
 def drawn(params, workers):
@@ -125,18 +124,26 @@ def words_of(make, **options):
 GATHERED = ["chunked_top_k", "demo", "dense", "dgc", "dragonn", "ef21_sgdm", "ms_topk", "top_k"]
 
 
+ROWS = [(name, variant) for name in (*GATHERED, "quantized") for variant in variants(name)]
+
+
+def made(name, variant):
+    return functools.partial(SYSTEMS[name].transformation, **CASES[name][variant].small)
+
+
 @pytest.mark.parametrize("workers", few([1, 3, 4], [3]))
-@pytest.mark.parametrize("name", some([*GATHERED, "quantized"], ["top_k"]))
-def test_messages_of_each_system_equal_a_collective(name, workers):
-    for make in cases(name):
-        check(make, USUAL, workers, **({} if name == "ef21_sgdm" else OPTIONS))
+@pytest.mark.parametrize(
+    "row", some(ROWS, [("top_k", "packed")], [row for row in ROWS if row != ("top_k", "")]), ids=str
+)
+def test_messages_of_each_system_equal_a_collective(row, workers):
+    check(made(*row), USUAL, workers, **({} if row[0] == "ef21_sgdm" else OPTIONS))
 
 
 @pytest.mark.parametrize("name", sorted(set(SYSTEMS) - set(GATHERED)))
 def test_all_other_systems_are_refused_by_name(name):
-    for make in cases(name, gathered=False):
+    for variant in variants(name, gathered=False):
         with pytest.raises(ValueError, match=r"^[A-Z]\w+ exchanges in several rounds, or sums"):
-            words_of(make)
+            words_of(made(name, variant))
 
 
 def test_messages_have_the_size_that_their_words_say():
@@ -183,15 +190,22 @@ def test_messages_that_do_not_fit_are_refused():
             jax.eval_shape(step, jax.ShapeDtypeStruct(shape, dtype))
 
 
+def jitted(tx):
+    """What posts and what receives."""
+    receives = jax.jit(functools.partial(receive, tx), static_argnames="counts")
+    return jax.jit(functools.partial(post, tx)), receives
+
+
 def test_a_worker_that_is_late_keeps_what_it_sent():
     """Residuals and means add up to what workers had, and the late one gets the others' mean."""
     tx = jaxsparse.partition({"kernel": systems.TopK(0.03)}, axis_name=None)
     whole = {"kernel": jnp.arange(1200.0).reshape(40, 30), "bias": jnp.zeros(30)}
     own = [jax.tree.map(lambda x, w=w: (w + 1) * x, whole) for w in range(3)]
     state = tx.init(whole)
-    posted = [post(tx, g, state) for g in own]
+    posts, receives = jitted(tx)
+    posted = [posts(g, state) for g in own]
     messages = jnp.stack([posted[0][0], posted[2][0]])
-    after = [receive(tx, messages, posted[w][1], own[w], state, counts=w != 1) for w in range(3)]
+    after = [receives(messages, posted[w][1], own[w], state, counts=w != 1) for w in range(3)]
     updates = [found["kernel"] for found, _ in after]
     left = [state.residual["kernel"].value[0] for _, state in after]
     np.testing.assert_array_equal(updates[1], updates[0])
@@ -205,9 +219,10 @@ def test_a_late_worker_leaves_out_a_gradient_that_is_not_finite(broken):
     tx = jaxsparse.partition({"kernel": systems.TopK(0.03)}, axis_name=None, momentum=0.5)
     usual = {"kernel": jnp.arange(1200.0).reshape(40, 30)}
     own = [usual, jax.tree.map(lambda x: x.at[0, 0].set(broken), usual)]
-    _, state = tx.update(usual, tx.init(usual))
-    posted = [post(tx, g, state) for g in own]
-    _, after = receive(tx, posted[0][0][None], posted[1][1], own[1], state, counts=False)
+    _, state = jax.jit(tx.update)(usual, tx.init(usual))
+    posts, receives = jitted(tx)
+    posted = [posts(g, state) for g in own]
+    _, after = receives(posted[0][0][None], posted[1][1], own[1], state, counts=False)
     for field in ("residual", "momentum"):
         there, here = (getattr(s, field)["kernel"].value for s in (state, after))
         np.testing.assert_array_equal(here, there)
@@ -218,7 +233,7 @@ def test_differences_need_all_messages():
     tx = jaxsparse.ef21_sgdm(systems.TopK(0.1), axis_name=None)
     params = {"kernel": jnp.ones((40, 30))}
     state = tx.init(params)
-    words, posted = post(tx, params, state)
+    words, posted = jitted(tx)[0](params, state)
     with pytest.raises(ValueError, match="counts=False, but EF21State adds up the means"):
         receive(tx, words[None], posted, params, state, counts=False)
 
@@ -253,11 +268,12 @@ def test_a_weight_of_two_is_a_message_twice(name):
     tx = make(axis_name=None)
     own = [jax.tree.map(lambda x, w=w: x[w], drawn(USUAL, 2)[0]) for w in range(2)]
     state = tx.init(own[0])
-    posted = [post(tx, g, state) for g in own]
+    posts, receives = jitted(tx)
+    posted = [posts(g, state) for g in own]
     words = [message for message, _ in posted]
     given = (posted[0][1], own[0], state)
-    weighted, after = receive(tx, jnp.stack(words), *given, weights=jnp.float32([2.0, 1.0]))
-    twice, expected = receive(tx, jnp.stack([words[0], *words]), *given)
+    weighted, after = receives(jnp.stack(words), *given, weights=jnp.float32([2.0, 1.0]))
+    twice, expected = receives(jnp.stack([words[0], *words]), *given)
     for a, b in zip(jax.tree.leaves(weighted), jax.tree.leaves(twice)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     # What a worker keeps is its own, without its weight.
@@ -269,7 +285,8 @@ def test_there_is_a_weight_for_each_message():
     tx = systems.chunked_top_k(2, 64, axis_name=None)
     own = jax.tree.map(lambda x: x[0], drawn(USUAL, 2)[0])
     state = tx.init(own)
-    words, posted = post(tx, own, state)
+    posts, receives = jitted(tx)
+    words, posted = posts(own, state)
     given = (words[None], posted, own, state)
     with pytest.raises(ValueError, match=r"weights have shape \(2,\), but there are 1 messages"):
-        receive(tx, *given, weights=jnp.ones(2))
+        receives(*given, weights=jnp.ones(2))

@@ -14,6 +14,7 @@ from contract import (
     REPRESENTATIVES,
     SENDS_LESS,
     SIZE,
+    VARIANTS,
     check_laws,
     each,
     gradients,
@@ -42,7 +43,11 @@ representatives = named(CASES, REPRESENTATIVES)
 few_representatives = lambda *names: named(CASES, names)
 
 
-@reducers
+# Their own tests ask the same of them, and more.
+ELSEWHERE = {"chunked_top_k", "demo", "dragonn", "omni_reduce", "sparse_all_gather"}
+
+
+@named(CASES, [name for name in CASES if name not in VARIANTS | ELSEWHERE])
 @pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), slow=(8,)))
 def test_nothing_is_lost_and_replicas_agree(name, workers):
     results = run(name, workers)

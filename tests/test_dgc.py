@@ -74,6 +74,7 @@ def test_dgc_equals_its_description():
     check(dgc(DENSITY), 0.9, [K] * STEPS)
 
 
+@pytest.mark.slow
 def test_nesterov_momentum_is_corrected():
     check(dgc(DENSITY, nesterov=True), 0.9, [K] * STEPS, nesterov=True)
 

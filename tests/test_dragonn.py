@@ -205,9 +205,7 @@ def test_hashes_differ_between_workers_and_steps():
 
 @pytest.mark.parametrize(
     ("extract", "kind"),
-    rows(
-        [("hash", "constant"), ("slot_max", "noise")], [("hash", "noise"), ("slot_max", "constant")]
-    ),
+    rows([("hash", "constant")], [("slot_max", "noise"), ("slot_max", "constant")]),
 )
 def test_nothing_starves(extract, kind):
     workers, steps, size, density = 3, 80, 400, 0.1
@@ -229,7 +227,7 @@ FIXED = Dragonn(0.05)
 STAGED = Staged((Dragonn(0.2), Dragonn(0.01)), (3,))
 
 
-@pytest.mark.parametrize("reducer", few([FIXED, STAGED], [STAGED]), ids=["fixed", "staged"])
+@pytest.mark.parametrize("reducer", few([FIXED, STAGED], [FIXED]), ids=["fixed", "staged"])
 def test_transformation_masks_momentum_where_it_sent(reducer):
     tx = jaxsparse.error_feedback(reducer, momentum=0.5, axis_name=None)
     grads = {"w": jax.random.normal(jax.random.key(1), (40, 30)), "b": jnp.ones(30)}

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import chex
 import contract
 import jax
 import jax.numpy as jnp
@@ -355,7 +354,3 @@ def test_unwrap_names_the_remedy():
         PerWorker.unwrap(PerWorker(jnp.zeros((2, 3))))
     with pytest.raises(ValueError, match=r"shape \(\).*PerWorker.wrap\(x\)"):
         PerWorker.unwrap(PerWorker(jnp.zeros(())))
-
-
-def test_the_right_use_is_accepted():
-    chex.assert_tree_all_finite(update(sketched(), where=mesh(3))[0])

@@ -42,7 +42,7 @@ METHODS = {
     "case",
     some(
         [(method, simulated) for method in METHODS for simulated in (True, False)],
-        [("true_top_k", True), ("true_top_k", False), ("sketched", False)],
+        [("true_top_k", True), ("sketched", False)],
     ),
     ids=str,
 )
@@ -147,9 +147,6 @@ COMPOSITIONS = {
         jaxsparse.per_worker(optax.clip_by_global_norm(0.1)), compress(), optax.sgd(0.1)
     ),
     "adamw after": lambda compress: optax.chain(compress(momentum=None), optax.adamw(1e-2)),
-    "injected learning rate": lambda compress: optax.chain(
-        compress(), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    ),
     "schedule": lambda compress: optax.chain(
         compress(), optax.sgd(optax.linear_schedule(0.1, 0, 10))
     ),
@@ -159,19 +156,20 @@ COMPOSITIONS = {
 @compressed
 @pytest.mark.parametrize(
     "composition",
-    some(COMPOSITIONS, ["injected learning rate"]),
+    some(COMPOSITIONS, []),
 )
 def test_composes_with(composition, compress):
     check_composition(COMPOSITIONS[composition](compress))
 
 
-def test_composes_with_injected_momentum():
+def test_composes_with_injected_momentum_and_rate():
     injected = optax.inject_hyperparams(
         jaxsparse.sketched_sgd,
         # inject_hyperparams turns all other numbers into traced arrays. These determine shapes.
         static_args=("k", "cols", "rows", "seed"),
     )
-    check_composition(optax.chain(injected(k=5, cols=40, rows=3, momentum=0.9), optax.sgd(0.1)))
+    sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    check_composition(optax.chain(injected(k=5, cols=40, rows=3, momentum=0.9), sgd))
 
 
 def check_composition(tx):
@@ -241,6 +239,7 @@ def test_a_scan_over_steps_equals_single_steps(compress):
     )
 
 
+@pytest.mark.slow
 @compressed
 def test_donated_state_gives_the_same_numbers(compress):
     tx = optax.chain(compress(), optax.sgd(0.1))
@@ -486,13 +485,13 @@ def test_momentum_without_uncompressed_elements(simulated, delay):
 def test_momentum_of_the_mean_does_not_overflow_for_good():
     """It overflows with finite gradients: 3e38 + 3e38 / 2 is more than float32 holds."""
     tx = jaxsparse.dense(momentum=0.5, axis_name=None)
-    state = tx.init({"w": jnp.zeros(3)})
+    state, update = tx.init({"w": jnp.zeros(3)}), jax.jit(tx.update)
     largest = jnp.finfo(jnp.float32).max
     for _ in range(3):
-        updates, state = tx.update({"w": jnp.float32([3e38, -3e38, 1])}, state)
+        updates, state = update({"w": jnp.float32([3e38, -3e38, 1])}, state)
     np.testing.assert_array_equal(updates["w"], jnp.float32([largest, -largest, 1.75]))
     for _ in range(3):
-        updates, state = tx.update({"w": jnp.zeros(3)}, state)
+        updates, state = update({"w": jnp.zeros(3)}, state)
     np.testing.assert_allclose(updates["w"], jnp.float32([largest, -largest, 1.75]) / 8)
 
 

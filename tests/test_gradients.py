@@ -287,33 +287,16 @@ def test_what_plain_jit_survives():
 
 
 MISTAKES = {
-    "no mesh": (lambda p, b: jaxsparse.grad(loss_of)(p, b), "no mesh with an axis 'data'"),
     "workers": (lambda p, b: jaxsparse.grad(loss_of, workers=0)(p, b), "workers=0 must be"),
     "both": (
         lambda p, b: jaxsparse.grad(loss_of, workers=2, mesh=mesh_of((2,)))(p, b),
         "give one of both",
     ),
     "share": (lambda p, b: jaxsparse.grad(loss_of, workers=5)(p, b), "5 workers cannot share"),
-    "split twice": (
-        lambda p, b: jaxsparse.grad(loss_of, batch_argnums=0, workers=2)(p, b),
-        "differentiated .argnums=0. and split",
-    ),
     "missing": (lambda p, b: jaxsparse.grad(loss_of, workers=2)(p), "batch_argnums=1 names"),
     "unsplit": (
         lambda p, b: jaxsparse.grad(lambda p, x, y: loss_of(p, (x, y)), workers=2)(p, *b),
         r"give batch_argnums=\(1, 2\)",
-    ),
-    "one worker's code": (
-        lambda p, b: jax.vmap(lambda _: jaxsparse.grad(loss_of)(p, b), axis_name="data")(
-            jnp.zeros(2)
-        ),
-        "is bound here",
-    ),
-    "averaged": (
-        lambda p, b: jaxsparse.top_k(0.1, workers=2).update(
-            jax.grad(loss_of)(p, b), jaxsparse.top_k(0.1, workers=2).init(p), p
-        ),
-        "has been averaged already",
     ),
     "no workers": (
         lambda p, b: jaxsparse.top_k(0.1).update(
@@ -326,18 +309,6 @@ MISTAKES = {
             jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.top_k(0.1, workers=3).init(p), p
         ),
         "but there are 3 workers",
-    ),
-    "unspread": (
-        lambda p, b: jaxsparse.top_k(0.1, workers=2).update(
-            jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.top_k(0.1).init(p), p
-        ),
-        "without a row for each of the 2 workers",
-    ),
-    "no params": (
-        lambda p, b: jaxsparse.dense(workers=2).update(
-            jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.dense(workers=2).init(p)
-        ),
-        r"give tx.update\(grads, state, params\)",
     ),
 }
 

@@ -72,15 +72,6 @@ def _lax_names(source):
             yield node.attr
 
 
-def test_no_test_imports_another():
-    """Code that several tests need stands in a helper module beside them."""
-    for path in pathlib.Path(__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in getattr(node, "names", ()) if hasattr(alias, "asname")]
-            names += [getattr(node, "module", None) or ""]
-            assert not any(name.startswith("test_") for name in names), path.name
-
-
 @pytest.mark.slow
 def test_a_gradient_walks_through_few_files():
     script = ROOT.parent / "benchmarks" / "call_path.py"

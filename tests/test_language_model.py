@@ -15,6 +15,7 @@ from flax import nnx
 SCRIPT = running.ROOT / "benchmarks" / "language_model.py"
 
 
+@pytest.mark.slow
 def test_embedding_gradient_has_the_rows_of_the_inputs_and_no_others(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location("language_model", SCRIPT)

@@ -51,34 +51,6 @@ def test_what_becomes_of_a_line(source, expected):
     assert len(changed) == len(expected)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "raise ValueError(1 + a)",
-        "assert a < 1",
-        "f'{a + 1}'",
-        "a + 'text'",
-        "a: b | Literal[1]",
-        "def f(a: b | c, *d: e | 1) -> b | c:\n  'text 1 + 1'",
-        "@f(1)\nclass A:\n  pass",
-        "@f(True)\ndef g():\n  pass",
-        "class A:\n  def __repr__(self):\n    return f(1)",
-        "if TYPE_CHECKING:\n  a = 1",
-        "jnp.where(a, b, b)",
-    ],
-)
-def test_what_holds_no_fault(source):
-    assert lines_of(source) == []
-
-
-def test_faults_are_drawn_alike_for_a_seed():
-    faults = mutations.drawn(mutations.ROOT, 40, seed=0)
-    assert faults == mutations.drawn(mutations.ROOT, 40, seed=0)
-    assert faults != mutations.drawn(mutations.ROOT, 40, seed=1)
-    assert len(faults) == 40
-    assert {fault.part for fault in faults} == set(mutations.PARTS)
-
-
 @pytest.mark.parametrize("seed", some(range(3), []))
 def test_faults_parse_and_change_one_line_each(seed):
     faults = mutations.drawn(mutations.ROOT, 40, seed)
@@ -129,27 +101,3 @@ def test_faults_are_caught_or_survive(tree, capsys):
     assert "1 of 2 caught" in printed
     assert "- survivor 2, jaxsparse/arrays/platforms.py:1: `ROOM = 4` -> `ROOM = 5`" in printed
     assert {path: path.read_bytes() for path in tree.rglob("*.py")} == before
-
-
-@pytest.mark.slow
-def test_a_run_without_end_is_caught(tree, capsys):
-    (tree / "tests/test_room.py").write_text(
-        "import time\nfrom jaxsparse.arrays import platforms\ndef test():\n"
-        "  time.sleep(0 if platforms.ROOM == 4 else 600)\n"
-    )
-    arguments = "--count 2 --only 2 --workers 0 --tests tests/test_room.py --skip-unchanged"
-    mutations.main([*arguments.split(), "--timeout", "2"], root=tree)
-    assert "| no end in time |" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_tests_that_fail_anyway_show_nothing(tree):
-    (tree / "tests/test_room.py").write_text("def test_room():\n  assert False\n")
-    with pytest.raises(SystemExit, match=r"without any fault: tests/test_room.py::test_room"):
-        mutations.main(["--count", "2", "--workers", "0"], root=tree)
-
-
-@pytest.mark.slow
-def test_a_run_without_tests_shows_nothing(tree):
-    with pytest.raises(SystemExit, match="no test is selected by -n 0 -k none"):
-        mutations.main(["--count", "2", "--workers", "0", "--pytest", "-k none"], root=tree)

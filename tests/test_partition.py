@@ -47,8 +47,9 @@ def train(tx, workers, steps=3):
 
 
 def test_each_group_is_exchanged_as_if_alone():
-    updates, state = train(partition(RULES, momentum=0.5), 2)
-    for rule, reducer in RULES.items():
+    rules = {"embed": TopK(0.1), "kernel|out": TrueTopK(40)}  # which compile quickly
+    updates, state = train(partition(rules, momentum=0.5), 2)
+    for rule, reducer in rules.items():
         names = rule.split("|")
         alone = error_feedback(
             reducer,

@@ -267,7 +267,7 @@ def test_the_state_of_other_numbers_of_workers():
     jax.tree.map(np.testing.assert_array_equal, other.reducers, state.reducers)
 
 
-@pytest.mark.parametrize("iteration", some(FORMS, ("alternating",)))
+@pytest.mark.parametrize("iteration", some(FORMS, (), slow=("alternating",)))
 def test_words_of_a_step(iteration):
     """r (n + m)/2 words a matrix on average. Whole matrices travel in the same message."""
     shapes = {"kernel": (300, 201), "conv": (3, 3, 64, 16), "few": (128, 8), "bias": (201,)}
