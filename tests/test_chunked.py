@@ -187,7 +187,7 @@ SETTINGS = {
     some(
         [(where, name) for where in WHERE for name in SETTINGS],
         [((8, "shard_map"), "")],
-        slow=[((3, "vmap"), name) for name in SETTINGS if name],
+        slow=[(where, name) for where in [(3, "vmap"), (8, "shard_map")] for name in SETTINGS],
     ),
     ids=str,
 )
@@ -213,7 +213,7 @@ def test_the_exchange_equals_its_description(case):
         np.testing.assert_allclose(kept, x.sum(0), atol=1e-5 * scale * workers)
 
 
-@pytest.mark.thorough  # test_local_steps.py has it by default, for the outer step
+@pytest.mark.slow  # test_local_steps.py has it by default, for the outer step
 def test_bytes_of_an_exchange():
     size, workers = 2**16, 8
     reducer = ChunkedTopK()

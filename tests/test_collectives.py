@@ -180,7 +180,7 @@ def test_an_operation_of_one_s_own_is_checked():
 def test_an_absent_entry_is_neutral():
     data = streams("empty", 3)  # as in other tests, whose programs are reused
     data.indices[0, 0], data.values[0, 0] = 4, -2
-    for name in ("split_allgather", "all_gather_sum"):
+    for name in LOSSLESS:
         total, _, _ = run(name, data, op="max")
         assert total[4] == -2
         assert np.all(np.delete(total, 4) == -np.inf)

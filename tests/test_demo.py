@@ -48,7 +48,7 @@ def test_worked_example_of_two_steps():
 
 # Tiles that fit, and tiles that stick out in either direction, alone or in stacks. The tiles of
 # (7, 7) and of (8, 12) are (4, 4), and travel together.
-MATRICES = (Matrix(1, 8, 12), Matrix(3, 9, 6), Matrix(1, 2, 1), Matrix(2, 7, 7))
+MATRICES = (Matrix(1, 8, 12), Matrix(1, 1, 7), Matrix(3, 9, 6), Matrix(1, 2, 1), Matrix(2, 7, 7))
 SETTINGS = {
     "": {},
     "exact": {"value_bits": 32},

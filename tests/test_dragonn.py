@@ -205,7 +205,10 @@ def test_hashes_differ_between_workers_and_steps():
 
 @pytest.mark.parametrize(
     ("extract", "kind"),
-    rows([("hash", "constant")], [("slot_max", "noise"), ("slot_max", "constant")]),
+    rows(
+        [("hash", "constant")],
+        [("hash", "noise"), ("slot_max", "noise"), ("slot_max", "constant")],
+    ),
 )
 def test_nothing_starves(extract, kind):
     workers, steps, size, density = 3, 80, 400, 0.1

@@ -54,7 +54,10 @@ SETTINGS = {
         lambda: jaxsparse.top_k(jnp.ones(1)),
         r"density=Array.* must be a number: it is static \(list it in static_args",
     ),
-    "k as a share": (lambda: jaxsparse.sparcml(0.01), "k=0.01 must be an int: it is no share"),
+    "k as a share": (
+        lambda: jaxsparse.sparcml(0.01),
+        "k=0.01 must be an int: it is no share: give the number",
+    ),
     "teams": (lambda: jaxsparse.spardl(0.1, teams=1.0), r"teams=1.0 must be an int"),
     "no bool": (lambda: jaxsparse.quantized(gather=1), "gather=1 must be True or False"),
     "compression": (lambda: jaxsparse.sketched_sgd("10"), "compression='10' must be a number"),

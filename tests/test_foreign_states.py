@@ -58,6 +58,8 @@ NEXT = [*zip(SYSTEMS, [*SYSTEMS][1:]), *map(sorted, SAME)]
 def test_the_state_of_any_other_system_is_refused(pairs):
     made = {name: transformation(name) for name in SYSTEMS}
     states = {name: tx.init(PARAMS) for name, tx in made.items()}
+    for name, tx in made.items():
+        assert refusal(tx, states[name]) is None, name
     for here, there in pairs:
         error = refusal(made[here], states[there])
         if {here, there} in SAME:

@@ -20,7 +20,7 @@ from jaxsparse.islands.store import UnreachableError
 AT_ONCE = 100  # histories of a test
 
 
-@pytest.mark.parametrize(("machine", "count"), [(History, 12), (Fractions, 6), (Weighted, 6)])
+@pytest.mark.parametrize(("machine", "count"), [(History, 20), (Fractions, 10), (Weighted, 10)])
 def test_any_history(machine, count):
     histories.run(machine, count, seed=0)
 

@@ -110,9 +110,7 @@ def test_diloco_as_worked_by_hand(way):
 PLACES = [(w, "mesh") for w in (1, 2, 3, 5, 8)] + [(w, "simulated") for w in (2, 5, 64)]
 
 
-@pytest.mark.parametrize(
-    "place", some(PLACES, [(3, "mesh")], slow=[(8, "mesh"), (64, "simulated")]), ids=str
-)
+@pytest.mark.parametrize("place", some(PLACES, [(3, "mesh")]), ids=str)
 @pytest.mark.parametrize("name", some(["diloco", "mean", "bmuf", "slowmo"], ["diloco"]))
 def test_outer_optimizers_are_those_of_numpy(place, name):
     workers, _ = place
@@ -242,7 +240,7 @@ SPARSE = [
 
 
 @pytest.mark.parametrize("settings", some(SPARSE, SPARSE[:1]), ids=str)
-@pytest.mark.parametrize("workers", some([1, 2, 3, 5, 8], [3], slow=[8]))
+@pytest.mark.parametrize("workers", some([1, 2, 3, 5, 8], [3]))
 def test_sparse_loco_is_that_of_numpy(workers, settings):
     """e <- beta e + D; s = Q(top-k of chunks); e <- e - s; theta <- theta - alpha mean(s)."""
     k, chunk, decay = 2, 16, settings.get("decay", 0.95)
@@ -290,7 +288,7 @@ STREAMS = [
 @pytest.mark.parametrize(
     "case",
     # By default test_layers_that_are_stacked_stream_as_in_numpy streams, too.
-    some(STREAMS, [], slow=[STREAMS[i] for i in (3, 4, 8, 14)]),
+    some(STREAMS, []),
     ids=str,
 )
 def test_streaming_is_that_of_numpy(case):
@@ -409,7 +407,7 @@ def draw(seed):
     return train, twin, leaves, workers, momentum
 
 
-@pytest.mark.parametrize("seed", some(range(20), [3], slow=[0, 4, 10, 13, 19]))
+@pytest.mark.parametrize("seed", some(range(20), [3]))
 def test_random_programs_on_random_moves_are_those_of_numpy(seed, request):
     """`--fuzz N` runs N / 20 cases of each program, at least 50. A third have broken workers."""
     train, twin, leaves, workers, momentum = draw(seed)

@@ -152,14 +152,14 @@ def test_ways_are_equal_and_momentum_and_delay_are_those_of_one_device(via):
     """A budget for everything leaves nothing to choose, so results are as without inner axes."""
     full = CASES["top_k"].full
     compressed_in_both = {"both", "one", "none"}  # "odd" goes uncompressed where it can't be cut
-    settings = {"momentum": 0.5, "delay": 1}
-    _, here, state = steps(full, mesh((2, 2, 2)), via=via, **settings)
-    _, there, plain = steps(full, mesh((2,)), **settings)
-    for leaf in compressed_in_both:
-        np.testing.assert_array_equal(here[leaf], there[leaf])
-        for field in ("residual", "momentum"):
-            ours, theirs = (getattr(s, field).get(leaf) for s in (state, plain))
-            jax.tree.map(np.testing.assert_array_equal, *jax.device_get((ours, theirs)))
+    for settings in ({"momentum": 0.5}, {"delay": 1}):
+        _, here, state = steps(full, mesh((2, 2, 2)), via=via, **settings)
+        _, there, plain = steps(full, mesh((2,)), **settings)
+        for leaf in compressed_in_both:
+            np.testing.assert_array_equal(here[leaf], there[leaf])
+            for field in ("residual", "momentum"):
+                ours, theirs = (getattr(s, field).get(leaf) for s in (state, plain))
+                jax.tree.map(np.testing.assert_array_equal, *jax.device_get((ours, theirs)))
 
 
 @pytest.mark.parametrize("delay", some([0, 1], [0]))

@@ -61,6 +61,11 @@ def check(names, expected, processes, devices):
         assert [line for line in each if line.endswith("equal")] == [f"{n} equal" for n in names]
 
 
+def test_processes_compute_what_simulated_workers_do(tmp_path):
+    names = ["spardl"]
+    check(names, simulated(names, tmp_path / "expected.npz"), 2, 2)
+
+
 @pytest.mark.parametrize(("processes", "devices", "names"), LAYOUTS)
 def test_every_reducer_obeys_its_contract_in_processes(tmp_path, processes, devices, names):
     check(names, simulated(names, tmp_path / "expected.npz"), processes, devices)

@@ -44,6 +44,11 @@ def test_values_by_steps():
 TWO = (TopK(0.2), TopK(0.1))
 
 
+def test_lists_are_taken_for_tuples():
+    """Leaves are grouped by equal reducers, so a reducer must be hashable."""
+    assert hash(Staged([*TWO], [np.int64(2)])) == hash(Staged(TWO, (2,)))
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

@@ -558,3 +558,11 @@ def test_literals_and_attributes_over_several_lines():
     )
     assert list(parse(text).computations["main"].instructions) == ["x", "n", "c", "r"]
     assert wire_bytes(text).received == 112
+
+
+def test_a_long_name_is_shown_by_its_end():
+    name = "jit(step)/" * 70 + "psum"
+    one = Collective("all-reduce", "x", ("f32[4]",), 2, 16, 16.0, op_name=name)
+    line = str(WireBytes((one,))).splitlines()[1]
+    assert line.endswith("/psum")
+    assert len(line) < 150

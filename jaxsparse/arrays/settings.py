@@ -1,4 +1,4 @@
-"""Checks of static settings, and arguments of all selections."""
+"""Static settings: their checks, values by steps, and arguments that selections share."""
 
 import bisect
 import dataclasses
@@ -134,8 +134,9 @@ def at_least(least: int, hint: str = "") -> Check:
 def static_int(name: str, value: Any) -> int:
     """The setting `value` as an int. It may be one of NumPy's integers, but no bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        is_share = name == "k" and isinstance(value, float) and value < 1
-        why = "it is no share, but a number: 5 of each 512 are 1 %" if is_share else _static(value)
+        # A share in the place of a number is the mistake that new users make most.
+        is_share = isinstance(value, float) and 0 < value < 1
+        why = "it is no share: give the number itself" if is_share else _static(value)
         raise ValueError(f"{name}={value!r} must be an int: {why}")
     return operator.index(value)
 

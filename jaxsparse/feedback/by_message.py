@@ -232,8 +232,8 @@ def _checked(reducer: Any) -> Gathered:
         reason = "changes in stages, and with it the size of its messages"
     raise ValueError(
         f"{reducer.system} {reason}, so that it is no exchange of one message: use a system that "
-        "gathers one message from each worker, such as "
-        "jaxsparse.chunked_top_k() or jaxsparse.quantized(gather=True)"
+        "gathers one message from each worker, such as jaxsparse.chunked_top_k() or "
+        "jaxsparse.quantized(gather=True)"
     )
 
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxsparse.arrays.layout import named_leaves
-from jaxsparse.reducers.base import Reducer
-from jaxsparse.reducers.stages import check_reducer
+from jaxsparse.reducers.base import Reducer, check_reducer
 
 # The way in which one leaf is exchanged. None: uncompressed.
 Rule = Reducer | None
@@ -50,14 +49,4 @@ def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
 
 
 def _checked(reducer: Any, path: str) -> Reducer | None:
-    if reducer is None:
-        return None
-    reducer = check_reducer(reducer, f"policy, for leaf{path}: ")
-    try:
-        hash(reducer)
-    except TypeError:
-        raise ValueError(
-            f"policy gives {reducer!r} for leaf{path}, which is not hashable: leaves are grouped "
-            "by equal reducers, so make it a frozen dataclass"
-        ) from None
-    return reducer
+    return None if reducer is None else check_reducer(reducer, f"policy, for leaf{path}: ")

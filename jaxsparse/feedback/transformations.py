@@ -41,8 +41,7 @@ from jaxsparse.feedback.store import (
     has_nothing,
     without_params,
 )
-from jaxsparse.reducers.base import Leaf, Reducer
-from jaxsparse.reducers.stages import check_reducer
+from jaxsparse.reducers.base import Leaf, Reducer, check_reducer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,8 +50,9 @@ class Step:
         leaves, treedef = jax.tree.flatten(args)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             return
-        of = lambda x: tuple(getattr(x, name, None) for name in ("shape", "dtype", "sharding"))
-        kind = treedef, *map(of, leaves)  # another placement is another program
+        names = "shape", "dtype", "sharding"  # another placement is another program
+        of = lambda x: (type(x), *(getattr(x, name, None) for name in names))
+        kind = treedef, *map(of, leaves)
         if kind not in self._seen:
             for each in self._before:
                 each(args)

@@ -225,6 +225,26 @@ class SeededReducer(Reducer):
         return jnp.uint32(0)
 
 
+def check_reducer(reducer: Any, place: str = "reducer=") -> Reducer:
+    """What a user gave for a reducer, at a place for errors.
+
+    Raises:
+        ValueError: it is none, or it is not hashable. Leaves are grouped by equal reducers.
+    """
+    if not isinstance(reducer, Reducer):
+        raise ValueError(
+            f"{place}{reducer!r} must be a reducer, such as jaxsparse.systems.TopK(0.01)"
+        )
+    try:
+        hash(reducer)
+    except TypeError:
+        raise ValueError(
+            f"{place}{reducer!r} is not hashable, and leaves are grouped by equal reducers: make "
+            "it a frozen dataclass"
+        ) from None
+    return reducer
+
+
 def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:
     """A seed for each bucket. With equal seeds, buckets of one size would draw alike."""
     # Multiples of an odd number are distinct modulo 2**32; those of this number are far apart.

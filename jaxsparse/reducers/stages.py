@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import numbers
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -11,7 +12,16 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxsparse.arrays.settings import Stages
 from jaxsparse.comm import wire
-from jaxsparse.reducers.base import Conservation, Info, Kept, Leaf, Reducer, Sums, settle
+from jaxsparse.reducers.base import (
+    Conservation,
+    Info,
+    Kept,
+    Leaf,
+    Reducer,
+    Sums,
+    check_reducer,
+    settle,
+)
 
 
 class StagedState(NamedTuple):
@@ -47,7 +57,9 @@ class Staged(Reducer):
     boundaries: tuple[int, ...]
 
     def check(self) -> None:
-        Stages(self.reducers, self.boundaries)
+        stages = Stages(self.reducers, self.boundaries)
+        object.__setattr__(self, "reducers", stages.values)
+        object.__setattr__(self, "boundaries", stages.boundaries)
         for reducer in self.reducers:
             check_reducer(reducer, "reducers: ")
             if isinstance(reducer, Staged):
@@ -144,25 +156,16 @@ def warm_up(reducer: Reducer, *, steps: int, first: float = 0.25, stages: int = 
     ([0.25, 0.0625, 0.015625], (100, 200))
     """
     last = getattr(reducer, "density", None)
-    if not isinstance(last, float):
+    if not isinstance(last, numbers.Real):
         raise ValueError(
-            f"reducer={reducer!r} has no density that could fall: give one such as "
+            f"reducer={reducer!r} has no density that could fall: give one that has, such as "
             "jaxsparse.systems.TopK(0.001), or jaxsparse.systems.Staged of reducers"
         )
     if not last <= first <= 1:
         raise ValueError(f"first={first} must lie between the reducer's density, {last}, and 1")
     if not 1 <= stages <= steps:
         raise ValueError(f"stages={stages} must lie between 1 and steps={steps}")
-    densities = [first * (last / first) ** (i / stages) for i in range(stages)]
+    densities = [first * (float(last) / first) ** (i / stages) for i in range(stages)]
     before = [dataclasses.replace(reducer, density=density) for density in densities]  # type: ignore[call-arg]
     starts = tuple(round(steps * i / stages) for i in range(1, stages + 1))
     return Staged((*before, reducer), starts)
-
-
-def check_reducer(reducer: Any, place: str = "reducer=") -> Reducer:
-    """What a user gave for a reducer. Raises ValueError unless it is one, and hashable."""
-    if not isinstance(reducer, Reducer):
-        raise ValueError(
-            f"{place}{reducer!r} must be a reducer, such as jaxsparse.systems.TopK(0.01)"
-        )
-    return reducer
