@@ -70,7 +70,8 @@ def pages():
     two, three = ((lambda *values, form=form: [format(x, form) for x in values]) for form in (".2f", ".3f"))
     RANDOM, RD, AG = "random-k, not fed back", "sparcml:recursive_double", "sparcml:all_gather"
     DSAR, PACKED, TEN = "sparcml:dsar_split_allgather", "ok_topk_packed", "10 local steps, mean"
-    GRID = [f"P=2, share 0.50, 1 x 1173 {x}, k=586, tiles of 1173" for x in ("bfloat16", "float16")]
+    tables = {x["name"].removeprefix("table in "): x for x in load("results/sketch_dtypes")["results"]}
+    narrow = [100 * tables[x][key] for x in ("float32", "bfloat16", "float16") for key in ("right", "deviation")]
     SKETCHED = "sketched_sgd(10)", "random-k, k=2345", "true top-k, k=586", "dense"
     cost, behind = lambda *names: [loss(x) - loss("dense") for x in names], lambda *names: [loss(f"{x}, behind Adam") for x in names]
     SIDE = {  # rows of a table: what exchanges the text's gradients and those of digits
@@ -112,7 +113,7 @@ def pages():
         ("than as many words of random-k", ".1f", *sized(*SKETCHED, "sketched_sgd(10), decay 0.5")),
         ("(the paper has SGD):", ".3f", *(mapped(f"adamw, {x}") for x in ("updates, sketched 20x", "gradients, dense", "updates, random 1/20"))),
         ("on the convolutional net: ", ".3f", *map(words, ("true top-k, k of 20x", "true top-k, k of 10x", "dense", "true top-k, k of 5x"))),
-        ("on digits at 10x, 5 seeds:", ".1f", *sized(*GRID, GRID[0].replace("bfloat16", "float32"))),
+        ("on digits at 10x, 5 seeds:", "", *{f"{tables[x]['loss']:.3f}" for x in ("float32", "bfloat16", "float16")}, *(f"{x:.1f}" for x in narrow)),
         ("one exchange is", ".1f", gain("sketched_sgd:40"), gain("sketched_sgd")),
         ("40 % less time (", ".0f", *host("s2_reducer", "omni_reduce")),
         ("`sparse_all_gather` takes", ".0f", *host("sparse_all_gather")), ("`sparcml` takes", ".0f", *host("sparcml")),
