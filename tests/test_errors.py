@@ -56,7 +56,7 @@ SETTINGS = {
     ),
     "k as a share": (
         lambda: jaxsparse.sparcml(0.01),
-        "k=0.01 must be an int: it is no share: give the number",
+        "k=0.01 must be an int: give a number, not a share",
     ),
     "teams": (lambda: jaxsparse.spardl(0.1, teams=1.0), r"teams=1.0 must be an int"),
     "no bool": (lambda: jaxsparse.quantized(gather=1), "gather=1 must be True or False"),

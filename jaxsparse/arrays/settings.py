@@ -136,7 +136,7 @@ def static_int(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         # A share in the place of a number is the mistake that new users make most.
         is_share = isinstance(value, float) and 0 < value < 1
-        why = "it is no share: give the number itself" if is_share else _static(value)
+        why = "give a number, not a share" if is_share else _static(value)
         raise ValueError(f"{name}={value!r} must be an int: {why}")
     return operator.index(value)
 
