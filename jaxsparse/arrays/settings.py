@@ -134,7 +134,7 @@ def at_least(least: int, hint: str = "") -> Check:
 def static_int(name: str, value: Any) -> int:
     """The setting `value` as an int. It may be one of NumPy's integers, but no bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        # A share in the place of a number is the mistake that new users make most.
+        # As in k=0.01, for 1 %.
         is_share = isinstance(value, float) and 0 < value < 1
         why = "give a number, not a share" if is_share else _static(value)
         raise ValueError(f"{name}={value!r} must be an int: {why}")
