@@ -214,7 +214,8 @@ def test_a_state_that_each_device_holds_whole_is_warned_of(kind):
     step = lambda state, x: jax.tree.map(lambda s: s + x.sum(), state)
     x, state = jnp.ones(4), PerWorker(jnp.zeros((2, 3)))
     copied, split = (jax.device_put(state, NamedSharding(where, spec)) for spec in (P(), P("data")))
-    for each in state, split:  # an array on one device is not everywhere
+    empty = jax.device_put(PerWorker(jnp.zeros((2, 0))), NamedSharding(where, P()))  # as XLA does
+    for each in state, split, empty:  # an array on one device is not everywhere
         run_on_workers(step, where)(each, x)
         jax.jit(run_on_workers(step, where))(each, x)
     with pytest.warns(UserWarning, match=warning):

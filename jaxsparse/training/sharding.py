@@ -195,7 +195,7 @@ def warn_of_copies(axis_name: str, args: Any) -> None:
 
 def _is_copied(x: Any, axis_name: str) -> bool:
     """Whether each of several devices has all rows of an array, as far as this is known."""
-    if not jnp.ndim(x) or x.shape[0] == 1:
+    if not jnp.ndim(x) or x.shape[0] == 1 or not x.size:  # XLA gives back empty arrays replicated
         return False
     if not isinstance(x, jax.core.Tracer):
         sharding = getattr(x, "sharding", None)
