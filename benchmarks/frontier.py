@@ -178,12 +178,11 @@ class Trainer:
         first = recipe.warm * steps // 100
         if first not in self._ways:
             every: Any = jaxsparse.Stages((1, recipe.every), (first,)) if first else recipe.every
-            if recipe.what == "local":
-                outer = jaxsparse.outer.mean(exchange=self._exchange)
-            else:
-                outer = jaxsparse.outer.diloco(*self._outer, exchange=self._exchange)
+            optimizer = optax.sgd(1.0)
+            if recipe.what == "diloco":
+                optimizer = optax.sgd(*self._outer, nesterov=True)
             self._ways[first] = LocalSteps(
-                *(self._step, outer, self._size.workers),
+                *(self._step, self._exchange, optimizer, self._size.workers),
                 every=every,
                 params=lambda state: state.params,
             )

@@ -33,7 +33,7 @@ import rates
 import timing
 
 import jaxsparse
-from jaxsparse import LocalSteps, codecs, outer, per_worker, shard, systems
+from jaxsparse import LocalSteps, codecs, per_worker, shard, systems
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.outer.parallel import run_on_workers
 
@@ -45,10 +45,10 @@ Transformation: TypeAlias = optax.GradientTransformation
 
 
 class Local(NamedTuple):
-    """A worker's own optimizer, and the outer one, which exchanges displacements of some steps."""
+    """A worker's own optimizer, and the exchange of displacements of some steps."""
 
     inner: Transformation
-    outer: Transformation
+    exchange: Transformation
     every: int
 
 
@@ -143,8 +143,10 @@ def digit_rows(density: float) -> Rows:
 
 def local_rows(inner: Callable[[float], Transformation]) -> Rows:
     return {
-        "10 local steps, mean": lambda lr: Local(inner(lr), outer.mean(), 10),
-        "10 local steps, SparseLoCo": lambda lr: Local(inner(lr), outer.sparse_loco(k=64), 10),
+        "10 local steps, mean": lambda lr: Local(inner(lr), jaxsparse.dense(), 10),
+        "10 local steps, SparseLoCo": lambda lr: Local(
+            inner(lr), jaxsparse.chunked_top_k(decay=0.95), 10
+        ),
     }
 
 
@@ -254,7 +256,7 @@ def train(
     params = task.init(seed)
     state: Any = (params, tx.init(params))
     if isinstance(method, Local):
-        local = LocalSteps(step, method.outer, args.workers, every=method.every)
+        local = LocalSteps(step, method.exchange, optax.sgd(1.0), args.workers, every=method.every)
         state = local.init(state)
         for t in range(args.steps):
             state, _ = local(state, draw(), t)
@@ -272,7 +274,7 @@ def train(
 
 def received(task: Task, method: Transformation | Local, workers: int) -> float:
     """Bytes that a worker receives, mean over steps."""
-    tx, every = (method.outer, method.every) if isinstance(method, Local) else (method, 1)
+    tx, every = (method.exchange, method.every) if isinstance(method, Local) else (method, 1)
     return jaxsparse.traffic.traced_bytes(tx, task.init(0), workers).received / every
 
 

@@ -38,9 +38,8 @@ OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "dgc_warm_up": lambda: jaxsparse.error_feedback(
         jaxsparse.warm_up(systems.TopK(0.01, selection="sampled"), steps=400), momentum=0.9
     ),
-    # Outer steps of local updates. Every H steps, one takes the place of a gradient's exchange.
-    "diloco": jaxsparse.outer.diloco,
-    "sparse_loco": jaxsparse.outer.sparse_loco,
+    # SparseLoCo's. Every H steps, it takes the place of a gradient's exchange.
+    "chunked_decay": lambda: jaxsparse.chunked_top_k(decay=0.95),
 }
 NAMES = [*at_density.NAMES, *OTHERS]
 

@@ -237,7 +237,7 @@ def loss_hours() -> None:
         "SparseLoCo H=10 12.5 %": (
             "chunked_top_k",
             10,
-            Line("10 local steps,\nsparse_loco(k=512)", (0.0063, 1.08), ORANGE, ":"),
+            Line("10 local steps,\nSparseLoCo, k = 512", (0.0063, 1.08), ORANGE, ":"),
         ),
     }
     runs = load([MEASURED / "results_10.9m.json"])
@@ -261,7 +261,7 @@ def loss_seconds() -> None:
         "gradients, 4 bits": Line("gradients\nin 4 bits", (6.5, 2.06), GREEN, "-."),
         "mean H=10": Line("10 local steps,\ndense mean", (1.45, 2.28), BLUE, "--"),
         "SparseLoCo H=10 12.5 %": Line(
-            "10 local steps,\nsparse_loco(k=512)", (0.42, 2.5), ORANGE, ":"
+            "10 local steps,\nSparseLoCo, k = 512", (0.42, 2.5), ORANGE, ":"
         ),
     }
     runs = load([MEASURED / "times_4_hosts.json"])

@@ -67,7 +67,8 @@ def main() -> None:
     )
     train = islands.Islands(
         step,
-        jaxsparse.outer.mean(exchange=exchange),
+        exchange,
+        optax.sgd(1.0),  # of their mean
         islands.Store(args.store),
         name=args.name,
         every=args.every,

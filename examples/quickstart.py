@@ -47,7 +47,7 @@ class MLP(nnx.Module):
 class Local(NamedTuple):
     """Local steps: each worker trains alone, and then all exchange how far their models moved."""
 
-    outer: optax.GradientTransformation
+    exchange: optax.GradientTransformation
     every: int
 
 
@@ -60,7 +60,7 @@ def methods_to_compare(args: argparse.Namespace) -> dict[str, Method]:
     make = functools.partial
     methods: dict[str, Method] = {"dense": make(jaxsparse.dense, momentum=MOMENTUM)}
     if "local" in args.methods:
-        methods["local steps"] = Local(jaxsparse.outer.sparse_loco(k=64), LOCAL_STEPS)
+        methods["local steps"] = Local(jaxsparse.chunked_top_k(decay=0.95), LOCAL_STEPS)
     if "spardl" in args.methods:
         methods["SparDL 1 %"] = make(jaxsparse.spardl, DENSITY, momentum=MOMENTUM)
     if "sketched_sgd" in args.methods:
@@ -185,7 +185,8 @@ def with_local_steps(
 
     local = jaxsparse.LocalSteps(
         step,
-        method.outer,
+        method.exchange,
+        optax.sgd(1.0),
         workers.where,
         every=method.every,
         params=lambda state: nnx.filter_state(state, nnx.Param),
@@ -210,7 +211,7 @@ def main() -> None:
     methods = methods_to_compare(args)
     for method in methods.values():
         try:
-            tx = method.outer if isinstance(method, Local) else method(workers=count)
+            tx = method.exchange if isinstance(method, Local) else method(workers=count)
             jax.eval_shape(tx.init, params)
         except ValueError as error:
             parser.error(f"--compression: {error}")

@@ -52,7 +52,8 @@ def main() -> None:
     exchange = jaxsparse.quantized("int4", axis_name="hosts")
     train = jaxsparse.LocalSteps(
         step,
-        jaxsparse.outer.mean(exchange=exchange),
+        exchange,
+        optax.sgd(1.0),  # of their mean
         mesh,
         axis_name="hosts",
         every=args.every,

@@ -165,8 +165,9 @@ class Link:
 @functools.cache
 def arithmetic(exchange="top_k", weighted=False):
     """Shared by tests, because it keeps compiled programs."""
-    outer = optax.chain(OUTER[exchange](), optax.sgd(1.0, momentum=0.5))
-    return Arithmetic(outer, lambda state: state[0], weighted)
+    return Arithmetic(
+        OUTER[exchange](), optax.sgd(1.0, momentum=0.5), lambda state: state[0], weighted
+    )
 
 
 def member(store, name, clock, *, programs=None, **settings):

@@ -64,9 +64,9 @@ def batches(mesh, seed):
 
 def island(store, **settings):
     usual = {"every": 3, "quorum": 2, "grace": 0.1, "poll": 0.02, "snapshots": 2}
-    outer = jaxsparse.outer.sparse_loco(k=64, axis_name=None)
+    exchange = jaxsparse.chunked_top_k(64, decay=0.95, axis_name=None)
     return jaxsparse.islands.Islands(
-        step, outer, store, loss=lambda loss: loss, **{**usual, **settings}
+        step, exchange, optax.sgd(1.0), store, loss=lambda loss: loss, **{**usual, **settings}
     )
 
 

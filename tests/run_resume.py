@@ -61,11 +61,13 @@ CASES = {name: functools.partial(by_row, name) for name in SYSTEMS} | {
 # Local steps. One case is saved between two outer steps, one while an exchange is on its way.
 LOCAL = {
     "sparse_loco": {
-        "outer": jaxsparse.outer.sparse_loco(learning_rate=0.7, k=4, chunk_size=64),
+        "exchange": jaxsparse.chunked_top_k(4, 64, decay=0.95),
+        "optimizer": optax.sgd(0.7),
         "every": 4,
     },
     "streaming": {
-        "outer": jaxsparse.outer.diloco(),
+        "exchange": jaxsparse.dense(),
+        "optimizer": optax.sgd(0.7, 0.9, nesterov=True),
         "every": 4,
         "streaming": jaxsparse.outer.Streaming(
             2, overlap=3, split=lambda path: int(path in ("['b']", "['v']"))

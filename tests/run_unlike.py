@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse
-from jaxsparse import LocalSteps, outer, shard
+from jaxsparse import LocalSteps, shard
 from jaxsparse.processes.group import ProcessGroup
 
 jax.config.update("jax_platforms", "cpu")
@@ -55,7 +55,8 @@ def local(mesh, rate, every=2):
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
-    run = LocalSteps(step, outer.diloco(), mesh, every=every, params=lambda state: state[0])
+    pair = jaxsparse.dense(), optax.sgd(1.0)
+    run = LocalSteps(step, *pair, mesh, every=every, params=lambda state: state[0])
     params = {"w": jnp.ones(SIZE)}
     state = run.init((params, tx.init(params)))
     return lambda batch: lambda: run(state, batch, 0)

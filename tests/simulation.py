@@ -14,14 +14,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import optax
-
 from jaxsparse.islands.arithmetic import Arithmetic
 from jaxsparse.islands.member import Exchange, IslandState, Member, Report
 from jaxsparse.islands.protocol import decision_key, list_rounds
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.store import UnreachableError
-from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Step
 
 Beside = Callable[[Callable[[], None]], None]
@@ -219,7 +216,7 @@ class _Island:
 
 def simulate(
     step: Step,
-    outer: optax.GradientTransformation | None,
+    arithmetic: Arithmetic,
     state: Any,
     batches: Mapping[str, Callable[[int], Any]],
     *,
@@ -235,13 +232,12 @@ def simulate(
     latency: float = 0.0,
     bandwidth: float = math.inf,
     start_seconds: float = 0.0,
-    arithmetic: Arithmetic | None = None,
 ) -> dict[str, Told]:
     """Trains on islands for some virtual seconds, and tells what became of each, by name.
 
     Args:
         step: as the other settings of these names, see `Islands`.
-        outer: see `Islands`.
+        arithmetic: programs, which several simulations may share.
         state: the training state from which islands start.
         batches: for each island its batch of a step: `batches[name](t)`, with t the number of steps
             that it has made.
@@ -258,18 +254,16 @@ def simulate(
         latency: seconds until a message of no bytes is seen.
         bandwidth: bytes of messages a second from an island to the store. Reading takes no time.
         start_seconds: seconds from an island's start to its first step.
-        arithmetic: programs of `outer` that several simulations share.
     """
     if not isinstance(step_seconds, Mapping):
         step_seconds = dict.fromkeys(batches, step_seconds)
     now = 0.0
     store = VirtualStore(latency, bandwidth, lambda: now)
-    programs = arithmetic or Arithmetic(outer, params_of)
     links = {name: _Link(store, name) for name in batches}
     settings: Any = {"quorum": quorum, "grace": grace, "snapshots": snapshots}
 
     def member(name: str, beside: Beside) -> Member:
-        return Member(programs, links[name], name, clock=lambda: now, beside=beside, **settings)
+        return Member(arithmetic, links[name], name, clock=lambda: now, beside=beside, **settings)
 
     islands = {name: _Island(functools.partial(member, name), state) for name in batches}
     turns = dict.fromkeys(batches, 0)  # the number of each one's next action; others are off

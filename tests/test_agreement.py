@@ -262,7 +262,7 @@ def test_local_steps_say_when_they_exchange(monkeypatch, streaming, turns):
     params = {"a0": jnp.zeros(2), "a1": jnp.zeros(2)}
     step = lambda s, b: ((jax.tree.map(lambda x: x + b.sum(), s[0]),), None)
     make = lambda: jaxsparse.LocalSteps(
-        step, jaxsparse.outer.mean(), mesh(2), every=3, streaming=streaming
+        step, jaxsparse.dense(), optax.sgd(1.0), mesh(2), every=3, streaming=streaming
     )
     train = make()
     state = train.init((params,))

@@ -121,7 +121,7 @@ def words_of(make, **options):
     return message_words(tx, USUAL, jax.eval_shape(tx.init, USUAL))
 
 
-GATHERED = ["chunked_top_k", "demo", "dense", "dgc", "dragonn", "ef21_sgdm", "ms_topk", "top_k"]
+GATHERED = ["chunked_top_k", "demo", "dense", "dgc", "dragonn", "ms_topk", "top_k"]
 
 
 ROWS = [(name, variant) for name in (*GATHERED, "quantized") for variant in variants(name)]
@@ -136,10 +136,10 @@ def made(name, variant):
     "row", some(ROWS, [("top_k", "packed")], [row for row in ROWS if row != ("top_k", "")]), ids=str
 )
 def test_messages_of_each_system_equal_a_collective(row, workers):
-    check(made(*row), USUAL, workers, **({} if row[0] == "ef21_sgdm" else OPTIONS))
+    check(made(*row), USUAL, workers, **OPTIONS)
 
 
-@pytest.mark.parametrize("name", sorted(set(SYSTEMS) - set(GATHERED)))
+@pytest.mark.parametrize("name", sorted({*SYSTEMS} - {*GATHERED, "ef21_sgdm"}))
 def test_all_other_systems_are_refused_by_name(name):
     for variant in variants(name, gathered=False):
         with pytest.raises(ValueError, match=r"^[A-Z]\w+ exchanges in several rounds, or sums"):
@@ -154,19 +154,15 @@ def test_messages_have_the_size_that_their_words_say():
     assert systems.TopK(0.9).words(1200) == 1200  # as a dense array
 
 
-def branched(around):
-    return lambda **options: around(systems.top_k(0.1, **options))
-
-
-def test_what_needs_collectives_stages_or_branches_is_refused():
+def test_what_is_no_exchange_of_one_message_is_refused():
     staged = systems.Staged((systems.TopK(0.1), systems.TopK(0.01)), (5,))
     for make, text in (
         (lambda **options: jaxsparse.error_feedback(staged, **options), "TopK changes in"),
         (lambda **options: systems.top_k(0.1, **{**options, "axis_name": "data"}), "axis_name='da"),
         (lambda **options: systems.top_k(0.1, delay=1, **options), "delay=1 exchanges the last"),
-        (lambda **options: optax.sgd(0.1), "exchanges nothing"),
-        (branched(lambda tx: optax.apply_if_finite(tx, 3)), "in a function that JAX traces by"),
-        (branched(lambda tx: optax.MultiSteps(tx, 2)), "in a function that JAX traces by"),
+        (lambda **options: optax.sgd(0.1), "give an exchange of one message"),
+        (lambda **options: optax.chain(systems.dense(**options)), "or a wrapper around it"),
+        (lambda **options: jaxsparse.ef21_sgdm(systems.TopK(0.1), **options), "adds up the means"),
     ):
         with pytest.raises(ValueError, match=text):
             words_of(make)
@@ -227,15 +223,6 @@ def test_a_late_worker_leaves_out_a_gradient_that_is_not_finite(broken):
         there, here = (getattr(s, field)["kernel"].value for s in (state, after))
         np.testing.assert_array_equal(here, there)
     assert int(after.skipped) == 0  # the others' step counts
-
-
-def test_differences_need_all_messages():
-    tx = jaxsparse.ef21_sgdm(systems.TopK(0.1), axis_name=None)
-    params = {"kernel": jnp.ones((40, 30))}
-    state = tx.init(params)
-    words, posted = jitted(tx)[0](params, state)
-    with pytest.raises(ValueError, match="counts=False, but EF21State adds up the means"):
-        receive(tx, words[None], posted, params, state, counts=False)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import LocalSteps, outer, shard
+from jaxsparse import LocalSteps, dense, shard
 from jaxsparse.outer.parallel import run_on_workers
 
 
@@ -51,7 +51,9 @@ def test_a_leaf_that_is_no_array_is_named(where, leaf, said):
 
 
 def test_local_steps_name_it_too():
-    run = LocalSteps(lambda s, b: (s, b), outer.diloco(), 2, every=2, params=lambda s: s["w"])
+    run = LocalSteps(
+        lambda s, b: (s, b), dense(), optax.sgd(1.0), 2, every=2, params=lambda s: s["w"]
+    )
     with pytest.raises(ValueError, match=r"leaf\['name'\] is 'adam' of type str"):
         run.init({"w": jnp.ones(3), "name": "adam"})
 

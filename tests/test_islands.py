@@ -77,10 +77,8 @@ def test_islands_without_failures_are_local_steps(clock):
         params, count = state
         return ({"w": params["w"] + batch.reshape(2, 3)}, count + 1), None
 
-    outer = optax.chain(
-        jaxsparse.top_k(0.4, is_dense=lambda *_: False), optax.sgd(1.0, momentum=0.5)
-    )
-    train = jaxsparse.LocalSteps(step, outer, workers, params=lambda state: state[0])
+    pair = jaxsparse.top_k(0.4, is_dense=lambda *_: False), optax.sgd(1.0, momentum=0.5)
+    train = jaxsparse.LocalSteps(step, *pair, workers, params=lambda state: state[0])
     state = train.init(reference.start())
     for t in range(rounds):
         state, _ = train(state, jnp.asarray(moves[t].reshape(workers, 6)), t)
@@ -155,8 +153,8 @@ def test_what_comes_late_is_sent_in_the_round_that_is_open(clock):
 )
 def test_an_island_that_keeps_nothing_sends_nothing_late(exchange, clock):
     """Its next message would be zeros that count."""
-    outer = optax.chain(exchange(axis_name=None), optax.sgd(1.0))
-    programs = Arithmetic(outer, lambda state: state[0], weighted=True)
+    pair = exchange(axis_name=None), optax.sgd(1.0)
+    programs = Arithmetic(*pair, lambda state: state[0], weighted=True)
     settings = {"programs": programs, "weighted": True}
     members, states = joined(reference.Memory(), NAMES[:2], clock, **settings)
     states = [one._replace(weight=10.0) for one in states]
@@ -645,7 +643,7 @@ def test_a_run_of_other_settings_is_refused(clock):
     joined(store, NAMES[:1], clock)
     other = reference.member(store, "new", clock, programs=reference.arithmetic("int8"))
     with (
-        pytest.warns(UserWarning, match="another model, outer optimizer, exchange or list"),
+        pytest.warns(UserWarning, match="another model, exchange, optimizer or list"),
         pytest.raises(ValueError, match="holds no snapshot of this run: its settings are"),
     ):
         other.join(reference.start())
@@ -696,20 +694,20 @@ STEP = jax.jit(lambda state, batch: ((state[0] - 0.1 * (state[0] - batch),), sta
 
 def half():
     """Half of the entries travel."""
-    exchange = jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False)
-    return optax.chain(exchange, optax.sgd(1.0))
+    return jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False)
 
 
 @functools.cache
 def programs_of_half(weighted):
-    return Arithmetic(half(), lambda state: state[0], weighted)
+    return Arithmetic(half(), optax.sgd(1.0), lambda state: state[0], weighted)
 
 
-def trainer(store, name, *, outer=None, **settings):
+def trainer(store, name, *, exchange=None, optimizer=None, **settings):
     """An island, by default with programs that tests share."""
     usual = {"every": 2, "grace": 20.0, "poll": 0.01}
-    train = islands.Islands(STEP, outer or half(), store, name=name, **{**usual, **settings})
-    if outer is None:
+    pair = exchange or half(), optimizer or optax.sgd(1.0)
+    train = islands.Islands(STEP, *pair, store, name=name, **{**usual, **settings})
+    if exchange is optimizer is None:
         train._member.arithmetic = programs_of_half(settings.get("weighted", False))
     return train
 
@@ -898,16 +896,20 @@ WRONG = {
     "grace": ({"grace": -1.0}, "grace=-1.0 must be a number of seconds"),
     "members": ({"members": ["two"]}, r"name='one' is none of members=\['two'\]"),
     "several rounds": (
-        {"outer": jaxsparse.spardl(0.5, axis_name=None, is_dense=lambda *_: False)},
+        {"exchange": jaxsparse.spardl(0.5, axis_name=None, is_dense=lambda *_: False)},
         "SparDL exchanges in several rounds",
     ),
     "a key": (
-        {"outer": optax.chain(jaxsparse.dense(axis_name=None), optax.add_noise(0.1, 0.5, 3))},
-        r"the state of outer holds key<fry> at \[1\].rng_key, which snapshots can't hold",
+        {"optimizer": optax.add_noise(0.1, 0.5, 3)},
+        r"the state of exchange and optimizer holds key<fry> at \[1\].rng_key, which snapshots",
     ),
-    "no exchange": ({"outer": optax.sgd(1.0)}, "exchanges nothing"),
+    "no exchange": ({"exchange": optax.sgd(1.0)}, "give an exchange of one message"),
+    "both in one": (
+        {"exchange": optax.chain(jaxsparse.dense(axis_name=None), optax.sgd(1.0))},
+        "without an optimizer behind",
+    ),
     "an axis": (
-        {"outer": jaxsparse.top_k(0.5, is_dense=lambda *_: False)},
+        {"exchange": jaxsparse.top_k(0.5, is_dense=lambda *_: False)},
         "be made with axis_name=None",
     ),
 }
@@ -1045,8 +1047,8 @@ def simulated(events=(), seconds=200.0, names=NAMES[:3], **settings):
     targets = {name: jnp.full(8, float(i)) for i, name in enumerate(names)}
     batches = {name: lambda t, x=x: x for name, x in targets.items()}
     usual = {"step_seconds": 1.0, "every": 5, "grace": 4.0, "poll": 0.5}
-    given = {"arithmetic": programs_of_half(False), **usual, **settings}
-    return simulate(STEP, None, (jnp.zeros(8),), batches, seconds=seconds, events=events, **given)
+    given = {"seconds": seconds, "events": events, **usual, **settings}
+    return simulate(STEP, programs_of_half(False), (jnp.zeros(8),), batches, **given)
 
 
 def test_in_a_simulation_all_steps_count_without_failures():
@@ -1156,7 +1158,8 @@ def test_a_step_may_donate_its_state():
 
     train = jaxsparse.islands.Islands(
         jax.jit(step, donate_argnums=0),
-        jaxsparse.outer.diloco(axis_name=None),
+        jaxsparse.dense(axis_name=None),
+        optax.sgd(0.7, 0.9, nesterov=True),
         reference.Memory(),
         name="one",
         every=2,
@@ -1398,8 +1401,8 @@ def test_a_weight_out_of_range_is_refused():
 def test_a_scalar_is_a_parameter():
     """A temperature, as a number of Python's."""
     step = jax.jit(lambda s, x: ((jax.tree.map(lambda p: p + x, s[0]),), x))
-    outer = jaxsparse.outer.mean(exchange=jaxsparse.dense(axis_name=None))
-    train = islands.Islands(step, outer, reference.Memory(), name="one", every=1, grace=0.0)
+    pair = jaxsparse.dense(axis_name=None), optax.sgd(1.0)
+    train = islands.Islands(step, *pair, reference.Memory(), name="one", every=1, grace=0.0)
     state = train.join(({"w": jnp.zeros(3), "t": 0.5},))
     for _ in range(3):
         state, _ = train(state, jnp.float32(1))
@@ -1463,12 +1466,12 @@ def test_islands_stand_where_a_jitted_step_stood():
 
     step = jax.jit(lambda state, batch: ((state[0] - 0.125 * batch,), jnp.sum(batch)))
     alone, last = loop(step, (jnp.ones(8),))
-    outer = jaxsparse.outer.mean(exchange=jaxsparse.dense(axis_name=None))
-    train = islands.Islands(step, outer, reference.Memory(), name="one", every=2, grace=0.0)
+    pair = jaxsparse.dense(axis_name=None), optax.sgd(1.0)
+    train = islands.Islands(step, *pair, reference.Memory(), name="one", every=2, grace=0.0)
     state, loss = loop(train, (jnp.ones(8),))
     np.testing.assert_array_equal(state.params[0], alone[0])
     assert (state.round, float(loss)) == (2, float(last))
-    uncompiled = islands.Islands(len, outer, reference.Memory(), name="one", every=2)
+    uncompiled = islands.Islands(len, *pair, reference.Memory(), name="one", every=2)
     with pytest.raises(ValueError, match="has no lower: compile it"):
         uncompiled.lower(state, jnp.ones(8))
 
@@ -1506,7 +1509,8 @@ def test_a_step_that_leaves_parameters_as_they_are_keeps_its_weight():
 
     train = islands.Islands(
         step,
-        jaxsparse.outer.diloco(axis_name=None),
+        jaxsparse.dense(axis_name=None),
+        optax.sgd(0.7, 0.9, nesterov=True),
         reference.Memory(),
         name="one",
         every=3,
@@ -1514,7 +1518,9 @@ def test_a_step_that_leaves_parameters_as_they_are_keeps_its_weight():
     )
     state, _ = train(train.join((jnp.zeros(3),)), jnp.ones(7), 7.0)
     assert state.weight == 7
-    local = jaxsparse.LocalSteps(step, jaxsparse.outer.diloco(), 1, every=3, weight=jnp.sum)
+    local = jaxsparse.LocalSteps(
+        step, jaxsparse.dense(), optax.sgd(1.0), 1, every=3, weight=jnp.sum
+    )
     state, _ = local(local.init((jnp.zeros(3),)), jnp.ones(7))
     assert jax.tree.leaves(state.weight)[0].tolist() == [[7.0]]
 
@@ -1728,7 +1734,7 @@ def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
     if devices:
         mesh = jax.sharding.Mesh(np.array(jax.devices())[list(devices)], "x")
         w, batch = jax.device_put((w, batch), jax.sharding.NamedSharding(mesh, jax.P("x")))
-    train = trainer(reference.Memory(), "one", outer=half(), every=1, grace=0.0)
+    train = trainer(reference.Memory(), "one", exchange=half(), every=1, grace=0.0)
     state = train.join((w,))
     like = train.like((w,))
     for x, found in zip(jax.tree.leaves(like), jax.tree.leaves(state), strict=True):
@@ -1751,10 +1757,10 @@ def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
 @pytest.mark.slow
 def test_a_member_fewer_takes_no_compilation(caplog):
     store = reference.Memory()
-    other = trainer(store, "two", outer=half(), quorum=2)
+    other = trainer(store, "two", exchange=half(), quorum=2)
     _, exchange = other._member.begin(other.join((jnp.zeros(8),)))
     assert not exchange.advance()  # two has sent its message, and dies
-    one = trainer(store, "one", outer=half(), every=1, grace=0.0)
+    one = trainer(store, "one", exchange=half(), every=1, grace=0.0)
     state, _ = one(one.join((jnp.zeros(8),)), jnp.ones(8))
     for thread in threading.enumerate():
         if thread.name == "islands-compile":

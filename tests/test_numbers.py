@@ -76,7 +76,7 @@ def pages():
     cost, behind = lambda *names: [loss(x) - loss("dense") for x in names], lambda *names: [loss(f"{x}, behind Adam") for x in names]
     SIDE = {  # rows of a table: what exchanges the text's gradients and those of digits
         "|---|---|---|---|---| | dense |": ("dense", "dense"), "| 10 local steps, mean |": (TEN, TEN),
-        "| 10 local steps, `sparse_loco(k=64)` |": ("10 local steps, SparseLoCo",) * 2, "| `qsgd(4)` |": ("4 bits, before Adam", "4 bits"),
+        "| 10 local steps, SparseLoCo |": ("10 local steps, SparseLoCo",) * 2, "| `qsgd(4)` |": ("4 bits, before Adam", "4 bits"),
         "| `top_k(0.01)`, two-bit values, behind Adam |": ("top-k, behind Adam, 2-bit values", ""), "| `chunked_top_k(41)`, behind Adam |": ("chunked top-k, behind Adam", "chunked top-k"),
         "| `spardl(0.01)`, behind Adam |": ("SparDL, behind Adam", "SparDL"), "| `spardl(0.01)`, two-bit values, behind Adam |": ("SparDL, behind Adam, 2-bit values", ""),
         "| `random_k(0.08, reducer=systems.Quantized(), decay=0)`, behind Adam |": ("random-k as top-k, 4 bits, not fed back, behind Adam", ""),

@@ -288,10 +288,10 @@ def test_a_plan_prints_its_program():
     texts = {str(recipe): recipe.written("adamw", 1005) for recipe in RECIPES}
     assert "every=jaxsparse.Stages((1, 10), (100,)))" in texts["local 10, int4, warm 10 %"]
     assert "every=10)" in texts["local 10, int4"]
-    exchange = 'exchange=jaxsparse.quantized("int4"))'
-    assert f"outer = jaxsparse.outer.mean({exchange}" in texts["local 10, int4"]
-    assert f"outer = jaxsparse.outer.diloco(0.7, 0.6, {exchange}" in texts["diloco 30, int4"]
-    assert "(exchange=jaxsparse.chunked_top_k(512, decay=0.95))" in texts["local 10, top 1/8"]
+    assert 'exchange = jaxsparse.quantized("int4")\n' in texts["local 10, int4"]
+    assert "optimizer = optax.sgd(1.0)  #" in texts["local 10, int4"]
+    assert "optimizer = optax.sgd(0.7, 0.6, nesterov=True)  #" in texts["diloco 30, int4"]
+    assert "exchange = jaxsparse.chunked_top_k(512, decay=0.95)\n" in texts["local 10, top 1/8"]
     islands = plan(10**7, 3, SLOW, 0.1, islands=True, optimizer="muon")
     every = islands.best.recipe.every
     message = moved_by(islands.best.recipe.exchange, 10**7, 0, 3, islands=True).received / 3

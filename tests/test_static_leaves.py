@@ -8,7 +8,7 @@ import optax
 import pytest
 from workers import mesh
 
-from jaxsparse import LocalSteps, outer, reshard, shard
+from jaxsparse import LocalSteps, dense, reshard, shard
 from jaxsparse.comm.static_leaves import Static, has_static, held, released
 from jaxsparse.outer.parallel import run_on_workers
 
@@ -61,7 +61,7 @@ def test_local_steps_of_a_module():
         model, opt_state, loss = step_of(tx)(*state, x)
         return (model, opt_state), loss
 
-    train = LocalSteps(step, outer.mean(), mesh(2), every=2)
+    train = LocalSteps(step, dense(), optax.sgd(1.0), mesh(2), every=2)
     state = train.init((Model(), tx.init(arrays(Model()))))
     owns = [(Model(), tx.init(arrays(Model())))] * 2
     for t in range(4):

@@ -17,7 +17,7 @@ from workers import mesh, some
 import jaxsparse
 from jaxsparse import traffic
 from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import OPTIONS, Options, RuleOption, StepOptions
+from jaxsparse.feedback.options import OPTIONS, LeafOptions, Options, StepOptions
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.systems import SYSTEMS
 
@@ -64,7 +64,7 @@ def test_all_shared_options_are_shown(system):
         assert " ".join(words) in " ".join(system.transformation.__doc__.split())
     assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     first = lambda described: inspect.getdoc(described).split("\n")[0]
-    shared = (Options, StepOptions, RuleOption, SystemOptions)
+    shared = (Options, StepOptions, LeafOptions, SystemOptions)
     assert first(system.transformation) not in [first(kind) for kind in shared]
 
 

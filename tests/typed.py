@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxsparse
-from jaxsparse import codecs, outer, systems
+from jaxsparse import codecs, systems
 
 
 def settings_are_seen() -> None:
@@ -25,7 +25,7 @@ def settings_are_seen() -> None:
     jaxsparse.error_feedback(systems.TopK(0.01), axis_name=None)
     jaxsparse.partition({"embedding": systems.TopK(0.01)}, bucket_size=2**20)
     jaxsparse.ef21_sgdm(systems.SparDL(0.01, teams=2), momentum=0.5)
-    outer.sparse_loco(k=512, learning_rate=0.7, is_dense=lambda path, shape: False)
+    jaxsparse.chunked_top_k(512, decay=0.95, is_dense=lambda path, shape: False)
 
     jaxsparse.spardl()  # type: ignore[call-arg]
     jaxsparse.spardl(0.01, team=2)  # type: ignore[call-arg]
@@ -33,4 +33,3 @@ def settings_are_seen() -> None:
     jaxsparse.spardl(0.01, gather="tree")  # type: ignore[arg-type]
     jaxsparse.spardl(0.01, delay=2)  # type: ignore[arg-type]
     jaxsparse.partition({}, is_dense=None)  # type: ignore[call-arg]
-    outer.sparse_loco(momentum=0.9)  # type: ignore[call-arg]

@@ -11,6 +11,7 @@ import tempfile
 
 import jax
 import maxtext_tiny
+import optax  # +
 import orbax.checkpoint as ocp
 from maxtext.common import checkpointing
 from maxtext.trainers.pre_train import train
@@ -31,7 +32,7 @@ SETTINGS |= maxtext_tiny.VARIANTS[VARIANT]
 
 SETTINGS |= {"enable_diloco": False} | maxtext_tiny.APART  # +
 sent = jaxsparse.spardl(DENSITY, axis_name="diloco")  # +
-how = {"axis_name": "diloco", "outer": jaxsparse.outer.diloco(0.3, 0.9, exchange=sent)}  # +
+how = {"axis_name": "diloco", "exchange": sent, "optimizer": optax.sgd(0.3, 0.9, True)}  # +
 how |= {"every": 5, "params": lambda state: train.nnx.filter_state(state, train.nnx.Param)}  # +
 plain = lambda *a: lambda *b: a[5](a[1], a[0], a[3], a[6], *b)  # +
 

@@ -73,7 +73,8 @@ def main() -> None:
 
     train = islands.Islands(
         step,
-        jaxsparse.outer.sparse_loco(k=args.k, axis_name=None, is_dense=lambda *_: False),
+        jaxsparse.chunked_top_k(args.k, decay=0.95, axis_name=None, is_dense=lambda *_: False),
+        optax.sgd(1.0),
         islands.Store(args.store),
         name=args.name,
         every=args.every,

@@ -209,8 +209,8 @@ def exchanging_displacements(
             optax.apply_updates(state.params, updates), opt_state, state.loss + loss
         ), None
 
-    outer = optax.chain(method, optax.sgd(args.outer_lr))
-    steps = jaxsparse.LocalSteps(step, outer, mesh, every=args.local_steps)
+    outer = optax.sgd(args.outer_lr)
+    steps = jaxsparse.LocalSteps(step, method, outer, mesh, every=args.local_steps)
     state = steps.init(TrainState(params, tx.init(params), jnp.float32(0)))
     steps.lower(state, batch).compile()  # JAX keeps the program for the first step
     return Training(

@@ -1,14 +1,14 @@
-"""A whole exchange in two halves, for workers that hand messages around without a collective.
+"""An exchange in two halves, for workers that hand messages around without a collective.
 
-    words, posted = post(tx, gradients, state)                                    # on each worker
-    updates, state = receive(tx, messages, posted, gradients, state)              # on each, too
+    words, posted = post(exchange, gradients, state)                              # on each worker
+    means, state = receive(exchange, messages, posted, gradients, state)          # on each, too
 
 `words` is all that a worker sends: a flag that its gradients are finite, its uncompressed leaves,
 and a message of each bucket. Files, queues or an object store may carry it. All that receive the
-same messages in the same order get the same updates, bit for bit, and those of a collective.
+same messages in the same order get the same means, bit for bit, and those of a collective.
 
 Messages are of one size, which `message_words` tells. A receiver must know that they are of the
-same transformation, tree and step, because words do not say so.
+same exchange, tree and step, because words do not say so.
 
 Programs that are compiled alike give the same bits: `receive` on all workers of one kind of device.
 Other programs may round otherwise, because compilers fuse some multiplications into additions. What
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs
@@ -42,6 +41,7 @@ from jaxsparse.feedback.exchange import (
     total,
     with_mean_momentum,
 )
+from jaxsparse.feedback.store import ErrorFeedbackState
 from jaxsparse.reducers.base import Gathered, Info, Kept, Sums, deliver
 from jaxsparse.reducers.stages import Staged
 
@@ -51,87 +51,66 @@ _AXIS = "messages"  # the axis over which received messages are added up
 class Posted(NamedTuple):
     """What stays with a worker that has posted, for one bucket."""
 
-    vector: Pieces  # what it exchanges: its residual plus what this step adds
-    momentum: Pieces | None
+    begun: Bucket  # its residual is what it exchanges
     kept: Kept  # what it keeps if its message counts
 
 
 def post(
-    tx: optax.GradientTransformation,
-    updates: Any,
+    exchange: optax.GradientTransformationExtraArgs,
+    gradients: Any,
     state: Any,
-    params: Any = None,
     *,
     rank: int | Int[Array, ""] = 0,
-) -> tuple[UInt32[Array, " words"], tuple[tuple[Posted, ...], ...]]:
+) -> tuple[UInt32[Array, " words"], tuple[Posted, ...]]:
     """This worker's message of a step, and what stays with it until messages arrive.
 
     Args:
-        tx: an Optax transformation with exchanges of this library in it, made with
-            `axis_name=None`, such as `optax.chain(jaxsparse.top_k(0.01, axis_name=None),
-            optax.sgd(0.1))`.
-        updates: this worker's gradients, or other updates that `tx` takes.
-        state: the state of `tx`.
-        params: the parameters, if `tx` takes them.
+        exchange: an exchange of this library with `axis_name=None`, such as
+            `jaxsparse.top_k(0.01, axis_name=None)`. Optimizers take the means behind it.
+        gradients: this worker's gradients, or other updates.
+        state: the state of the exchange.
         rank: a number of this worker's own. Draws that differ between workers use it.
 
     Returns:
-        The message, uint32[words], and for each exchange what each bucket's worker holds.
+        The message, uint32[words], and what each bucket's worker holds.
 
     Raises:
-        ValueError: `tx` exchanges nothing, or not in one message: a system of several rounds, a
-            setting that changes in stages, a delay, or an axis of workers. Or it has
-            its exchange in a branch, as `optax.MultiSteps` and `optax.apply_if_finite` do.
+        ValueError: it is no exchange, or not in one message: a system of several rounds, a reducer
+            that changes in stages, a delay, or an axis of workers.
     """
-    words: list[Array] = []
-    held: list[tuple[Posted, ...]] = []
-    trace = get_opaque_trace_state()
+    sent: list[Any] = []
 
     def half(*given: Any) -> Exchanged:
-        if get_opaque_trace_state() != trace:
-            raise ValueError(
-                f"tx={tx} has its exchange in a function that JAX traces by itself, such as a "
-                "branch of jax.lax.cond (optax.MultiSteps, optax.apply_if_finite). Its message "
-                "can't leave that: leave out what stands around the exchange. Values that are not "
-                "finite are left out by the exchange itself"
-            )
         message, posted, unchanged = _posted(rank, *given)
-        words.append(message)
-        held.append(posted)
+        sent.extend((message, posted))
         return unchanged
 
-    _update(tx, updates, state, params, half)
-    if not words:
-        raise ValueError(
-            f"tx={tx} exchanges nothing: give it an exchange of this library, such as "
-            "jaxsparse.top_k(0.01, axis_name=None)"
-        )
-    return jnp.concatenate(words), tuple(held)
+    _run(exchange, gradients, state, half)
+    words, posted = sent
+    return words, posted
 
 
 def receive(
-    tx: optax.GradientTransformation,
+    exchange: optax.GradientTransformationExtraArgs,
     messages: UInt32[Array, "workers words"],
-    posted: Sequence[Sequence[Posted]],
-    updates: Any,
+    posted: Sequence[Posted],
+    like: Any,
     state: Any,
-    params: Any = None,
     *,
     counts: bool = True,
     weights: Float[Array, " workers"] | None = None,
 ) -> tuple[Any, Any]:
-    """The updates and the state of a step, from the messages of all workers that count.
+    """The means of a step and the exchange's state after it, from the messages that count.
 
     If any message says that its worker's gradients are not finite, the step is skipped, as in
     `jaxsparse.error_feedback`.
 
     Args:
-        tx: as in `post`.
+        exchange: as in `post`.
         messages: uint32[workers, words], in the same order on all workers.
         posted: what `post` returned beside this worker's message.
-        updates: as in `post`.
+        like: the gradients, or other arrays of their shapes and dtypes.
         state: as in `post`.
-        params: as in `post`.
         counts: whether this worker's own message is among them. If it came too late, its residual
             keeps what it sent of compressed leaves, for the next step. Uncompressed leaves have no
             residual, so their part is lost: compress all leaves (`is_dense=lambda *_: False`)
@@ -141,16 +120,8 @@ def receive(
             all count alike. Residuals stay as they are: each worker's own, without its weight.
 
     Raises:
-        ValueError: messages of another size or dtype, `counts=False` for a system whose means
-            must be those of all workers (`jaxsparse.ef21_sgdm`).
+        ValueError: messages of another size or dtype.
     """
-    if not counts:
-        needs_all = lambda node: getattr(node, "needs_all_messages", False)
-        for node in filter(needs_all, jax.tree.leaves(state, is_leaf=needs_all)):
-            raise ValueError(
-                f"counts=False, but {type(node).__name__} adds up the means of all workers, and "
-                "would be wrong for ever without this one's message: wait for it"
-            )
     shape, dtype = jnp.shape(messages), jnp.result_type(messages)
     if len(shape) != 2 or not shape[0] or dtype != jnp.uint32:
         raise ValueError(
@@ -162,36 +133,32 @@ def receive(
             f"weights have shape {jnp.shape(weights)}, but there are {shape[0]} messages: give "
             "float32[workers], or None"
         )
-    exchanges, rest = iter(posted), messages
-
-    def half(*given: Any) -> Exchanged:
-        nonlocal rest
-        done, rest = _received(rest, weights, next(exchanges), counts, *given)
-        return done
-
-    received = _update(tx, updates, state, params, half)
-    if rest.shape[1]:
-        raise _misfit(messages)
-    return received
+    half = lambda *given: _received(messages, weights, posted, counts, *given)
+    return _run(exchange, like, state, half)
 
 
 def message_words(
-    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any = None
+    exchange: optax.GradientTransformationExtraArgs, gradients: Any, state: Any
 ) -> int:
     """The number of words of a worker's message. Shapes and dtypes are enough as arguments.
 
     Raises:
         ValueError: see `post`.
     """
-    make = lambda *given: post(tx, *given)[0]
-    return jax.eval_shape(make, updates, state, params).size
+    make = lambda *given: post(exchange, *given)[0]
+    return jax.eval_shape(make, gradients, state).size
 
 
-def _update(tx: Any, updates: Any, state: Any, params: Any, half: Callable[..., Exchanged]) -> Any:
-    """`tx.update`, whose exchange is `half`."""
-    if isinstance(tx, optax.GradientTransformation):  # and no optax.MultiSteps
-        tx = optax.with_extra_args_support(tx)
-    return tx.update(updates, state, params, exchange_by=half)
+def _run(exchange: Any, gradients: Any, state: Any, half: Callable[..., Exchanged]) -> Any:
+    """The update of an exchange, of which `half` takes place."""
+    if not isinstance(state, ErrorFeedbackState):
+        raise ValueError(
+            f"exchange={exchange} has a {type(state).__name__} for its state: give an exchange of "
+            "one message, such as jaxsparse.top_k(0.01, axis_name=None), without an optimizer "
+            "behind or a wrapper around it. (jaxsparse.ef21_sgdm adds up the means of all workers, "
+            "and would be wrong for ever without one of them)"
+        )
+    return exchange.update(gradients, state, exchange_by=half)
 
 
 def _weighted(
@@ -218,7 +185,7 @@ def _cut(messages: Array, words: int) -> tuple[Array, Array]:
 
 def _misfit(messages: Array) -> ValueError:
     return ValueError(
-        f"messages have another size than those of this transformation and tree ({messages.shape} "
+        f"messages have another size than those of this exchange and tree ({messages.shape} "
         "are left to read): give what post returned on each worker for the same ones"
     )
 
@@ -264,17 +231,18 @@ def _posted(
     ok, _ = agreed(gradients, dense, settings.axes)
     flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
     words, held = [codecs.bits(flag[None]), codecs.bits(dense)], []
+    rank = jnp.asarray(rank, jnp.int32)
     for gradient, b, reducer, zeros in zip(
         gradients, before.buckets, plan.reducers, plan.needs_zeros
     ):
         # A gradient that is not finite must not stay with a worker whose message comes too late.
-        x, kept = begin(gradient, b, ok, settings, zeros)
-        rank = jnp.asarray(rank, jnp.int32)
-        message, own = _checked(reducer).encode(joined(x), b.reducer, rank)
+        begun = begin(gradient, b, ok, settings, zeros)
+        message, kept = _checked(reducer).encode(joined(begun.residual), b.reducer, rank)
         words.append(message)
-        held.append(Posted(x, kept, own))
+        held.append(Posted(begun, kept))
     info = Info(jnp.int32(0), jnp.int32(0))
-    unchanged = Exchanged([own.vector for own in held], dense, before, info, jnp.bool_(True))
+    means = [own.begun.residual for own in held]  # nobody reads them
+    unchanged = Exchanged(means, dense, before, info, jnp.bool_(True))
     return jnp.concatenate(words), tuple(held), unchanged
 
 
@@ -288,8 +256,8 @@ def _received(
     before: Carried,
     plan: TreePlan,
     settings: Settings,
-) -> tuple[Exchanged, UInt32[Array, "workers rest"]]:
-    """The second half of `exchange`, and the words of messages behind it."""
+) -> Exchanged:
+    """The second half of `exchange`."""
     first, rest = _cut(messages, 1 + dense.size)
     first = codecs.from_bits(first, jnp.float32)
     shares = None if weights is None else weights / jnp.sum(weights)
@@ -307,18 +275,19 @@ def _received(
     ):
         reducer = _checked(reducer)
         part, rest = _cut(rest, reducer.words(size))
-        vector = joined(own.vector)
+        vector = joined(own.begun.residual)
         if shares is None:
             reduced = deliver(vector, reducer.decode(part, size), own.kept, len(messages))
         else:
             reduced = deliver(vector, _weighted(reducer, shares, part, size), own.kept, 1)
         if not counts:
             reduced = reduced._replace(kept=Kept(vector, None, reduced.kept.state))
-        begun = b._replace(momentum=own.momentum)
-        mean, now = finish(own.vector, vector, begun, reduced, ok, settings, zeros)
+        mean, now = finish(own.begun, vector, reduced, ok, settings, zeros)
         means.append(mean)
         after.append(select(ok, now, b))
         infos.append(reduced.info)
+    if rest.shape[1]:
+        raise _misfit(messages)
     dense_mean, dense_momentum = with_mean_momentum(dense_mean, before.dense_momentum, ok, settings)
     carried = Carried(after, dense_momentum, None)
-    return Exchanged(means, dense_mean, carried, total(infos, plan, settings.axes), ok), rest
+    return Exchanged(means, dense_mean, carried, total(infos, plan, settings.axes), ok)

@@ -75,7 +75,7 @@ class Settings(NamedTuple):
 def exchange(
     gradients: Sequence[Pieces], dense: Array, before: Carried, plan: TreePlan, settings: Settings
 ) -> Exchanged:
-    """Exchanges residuals plus this step's gradients, or with a delay the residuals alone.
+    """Begins, reduces and finishes a step of all buckets; with a delay it begins the next one last.
 
     Before the buckets, workers exchange the dense leaves and, in the same message, a flag that
     gradients are finite. So a skipped step needs no message of its own, and exchanges the old
@@ -91,15 +91,20 @@ def exchange(
     ]
     if settings.is_delayed:
         dense_mean = _pending_mean(before.pending, dense, axes)
-        means, after, infos = _send(None, buckets, jnp.bool_(True), plan, settings)
-        after, ok, dense_ok = _add_later(gradients, dense, dense_mean, after, plan, settings)
+        means, after, infos = _exchange_each(None, buckets, jnp.bool_(True), plan, settings)
+        # The flag has to depend on the exchange, or XLA may send both in one message, which would
+        # then wait for the gradients. So it looks at the sums, too, finite where gradients are.
+        begun = _begin_each(gradients, after, True, plan, settings)
+        finite = _all_finite_in([gradients, [b.residual for b in begun], dense])
+        ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
+        after = _begin_each(gradients, after, ok, plan, settings)
         pending = select(ok, dense, jnp.zeros_like(dense))
     else:
         # The sums are finite where gradients are. But if the flag reads them, too, XLA keeps less:
         # with momentum and 16 leaves, by a quarter of a vector.
-        sums = [b.residual for b in _with_gradients(gradients, buckets, plan, settings)]
-        ok, dense_mean = agreed([gradients, sums], dense, axes)
-        means, after, infos = _send(gradients, buckets, ok, plan, settings)
+        begun = _begin_each(gradients, buckets, True, plan, settings)
+        ok, dense_mean = agreed([gradients, [b.residual for b in begun]], dense, axes)
+        means, after, infos = _exchange_each(gradients, buckets, ok, plan, settings)
         dense_ok = ok
     dense_mean, dense_momentum = with_mean_momentum(
         dense_mean, before.dense_momentum, dense_ok, settings
@@ -119,7 +124,7 @@ def _shaped(pieces: P, reducer: Reducer) -> P:
     return pieces if reducer.changes_few else jax.tree.map(lambda x: x.reshape(-1), pieces)
 
 
-def _send(
+def _exchange_each(
     gradients: Sequence[Pieces] | None,
     before: Sequence[Bucket],
     ok: Bool[Array, ""],
@@ -137,28 +142,40 @@ def _send(
     after: list[Bucket] = []
     infos: list[Info] = []
     for i, (b, reducer, zeros) in enumerate(zip(before, plan.reducers, plan.needs_zeros)):
-        x, kept = b.residual, b.momentum
-        if gradients is None:
-            if means:
-                x, means[-1] = _after(x, means[-1], axes)
-        else:
-            gradient = gradients[i]
-            if means:
-                gradient, means[-1] = _after(gradient, means[-1], axes)
-            x, kept = begin(gradient, b, ok, settings, zeros)
-        vector = joined(x)
+        x = b.residual if gradients is None else gradients[i]
+        if means:
+            x, means[-1] = _after(x, means[-1], axes)
+        begun = b._replace(residual=x)
+        if gradients is not None:
+            begun = begin(x, b, ok, settings, zeros)
+        vector = joined(begun.residual)
         reduced = reducer(vector, b.reducer, axis_name=axes.axis_name)
-        mean, own = finish(x, vector, b._replace(momentum=kept), reduced, ok, settings, zeros)
+        mean, own = finish(begun, vector, reduced, ok, settings, zeros)
         means.append(mean)
         after.append(own)
         infos.append(reduced.info)
     return means, after, infos
 
 
+def _begin_each(
+    gradients: Sequence[Pieces],
+    before: Sequence[Bucket],
+    ok: Bool[Array, ""] | bool,
+    plan: TreePlan,
+    settings: Settings,
+) -> list[Bucket]:
+    each = zip(gradients, before, plan.needs_zeros)
+    return [begin(gradient, b, ok, settings, zeros) for gradient, b, zeros in each]
+
+
 def begin(
-    gradient: Pieces, before: Bucket, ok: Bool[Array, ""], settings: Settings, zeros: bool
-) -> tuple[Pieces, Pieces | None]:
-    """What a worker has to send of a bucket, and its momentum. If not `ok`, those before.
+    gradient: Pieces,
+    before: Bucket,
+    ok: Bool[Array, ""] | bool,
+    settings: Settings,
+    zeros: bool,
+) -> Bucket:
+    """The bucket of a worker whose residual is then what it has to send. If not `ok`, as before.
 
     Args:
         gradient: this step's gradient.
@@ -173,8 +190,8 @@ def begin(
         # The exchanged vector is computed from it. Otherwise XLA computes the momentum after the
         # exchange, and keeps two vectors until then.
         kept = u = select(ok, u, kept)
-    added = summand(gradient, u, kept, settings, zeros)
-    return select(ok, fed_back(before.residual, added, settings), before.residual), kept
+    x = fed_back(before.residual, summand(gradient, u, kept, settings, zeros), settings)
+    return Bucket(select(ok, x, before.residual), kept, before.reducer)
 
 
 def joined(pieces: Pieces) -> Float[Array, " d"]:
@@ -183,61 +200,52 @@ def joined(pieces: Pieces) -> Float[Array, " d"]:
 
 
 def finish(
-    x: Pieces,
+    begun: Bucket,
     vector: Array,
-    before: Bucket,
     reduced: Reduced,
     ok: Bool[Array, ""],
     settings: Settings,
     zeros: bool,
 ) -> tuple[Pieces, Bucket]:
-    """The mean of an exchange of `x`, and the worker's state after it.
+    """The mean of an exchange, and the worker's state after it: momentum is masked where it sent.
 
-    Args:
-        x: what was exchanged.
-        vector: the same as one vector.
-        before: the worker's state, with the momentum of `begin`. Its residual does not matter.
-        reduced: the result of the reducer.
-        ok: whether the step counts on all workers.
-        settings: see there.
-        zeros: see `begin`.
-    """
-    mean, residual, own = _kept(x, vector, None if zeros else before.momentum, reduced, ok)
-    if zeros:
-        mean, own = with_mean_momentum(mean, before.momentum, ok, settings)
-    return mean, Bucket(residual, own, select(ok, reduced.kept.state, before.reducer))
-
-
-def _kept(
-    x: Pieces, vector: Array, momentum: Pieces | None, reduced: Reduced, ok: Bool[Array, ""]
-) -> tuple[Pieces, Pieces, Pieces | None]:
-    """The mean of an exchange, the residual that it leaves, and the momentum, masked where sent.
-
-    If not `ok`, the mean is zero, and momentum and residual stay as they were. The exchanged vector
-    is given twice: as pieces, `x`, and as one vector, `vector`. If the residual is given at
+    If not `ok`, the mean is zero, and the bucket stays as it has begun. If the residual is given at
     entries, only these are selected by `ok`: selecting whole vectors would need a copy.
 
     Where entries are few, pieces change in place. With two leaves a step of DGC then takes 4.3 d
     floats instead of 5.3, and with six it takes 1.3 times as long as a dense step instead of 1.45.
     But each piece looks at all entries, so with 32 leaves it would take 2.8 times as long instead
     of 1.6 (`benchmarks/whole_step.py --leaves`).
+
+    Args:
+        begun: the bucket from `begin`, whose residual was exchanged.
+        vector: the same as one vector.
+        reduced: the result of the reducer.
+        ok: whether the step counts on all workers.
+        settings: see there.
+        zeros: see `begin`.
     """
-    residual, sent, _, indices = reduced.kept
+    x, momentum, state = begun
+    residual, sent, after, indices = reduced.kept
     own = vector if indices is None else vector.at[indices].get(mode="fill", fill_value=0)
     mean = select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
     residual = select(ok, residual, own)
-    sent = None if sent is None else ok & sent
+    is_masked = momentum is not None and not zeros
+    sent = ok & sent if is_masked and sent is not None else None
     shapes = [piece.shape for piece in x]
     if indices is not None and len(x) * indices.size <= vector.size // _PER_ENTRY:
         if momentum is not None and sent is not None:
             momentum = _with(momentum, jnp.where(sent, indices, vector.size), jnp.float32(0))
-        return cut(mean, shapes), _with(x, indices, residual), momentum
-    if indices is not None:
-        residual, sent, *_ = reduced.kept._replace(residual=residual, sent=sent).whole(vector)
-    mean, residual, sent = cut((mean, residual, sent), shapes)
-    if momentum is not None and sent is not None:
-        momentum = jax.tree.map(_masked, momentum, sent)
-    return mean, residual, momentum
+        means, left = cut(mean, shapes), _with(x, indices, residual)
+    else:
+        if indices is not None:
+            residual, sent, *_ = reduced.kept._replace(residual=residual, sent=sent).whole(vector)
+        means, left, sent = cut((mean, residual, sent), shapes)
+        if sent is not None:
+            momentum = jax.tree.map(_masked, momentum, sent)
+    if zeros:
+        means, momentum = with_mean_momentum(means, momentum, ok, settings)
+    return means, Bucket(left, momentum, select(ok, after, state))
 
 
 def _with(pieces: Pieces, indices: Int[Array, " n"], values: Array) -> Pieces:
@@ -254,40 +262,6 @@ def _with(pieces: Pieces, indices: Int[Array, " n"], values: Array) -> Pieces:
         changed.append(piece.at[(within, *reversed(place))].set(values, mode="drop"))
         start += piece.size
     return tuple(changed)
-
-
-def _add_later(
-    gradients: Sequence[Pieces],
-    dense: Array,
-    dense_mean: Array,
-    sent: Sequence[Bucket],
-    plan: TreePlan,
-    settings: Settings,
-) -> tuple[list[Bucket], Bool[Array, ""], Bool[Array, ""]]:
-    """With a delay: adds the gradients to the residuals after the exchange, if all are finite.
-
-    Returns:
-        The buckets' new state, whether gradients are finite, and whether the dense mean is.
-    """
-    axes = settings.axes
-    added = _with_gradients(gradients, sent, plan, settings)
-    # The flag has to depend on the exchange, or XLA may send both in one message, which would then
-    # wait for the gradients. So it looks at the sums, too, which are finite where gradients are.
-    finite = _all_finite_in([gradients, [b.residual for b in added], dense])
-    ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
-    return [select(ok, new, old) for new, old in zip(added, sent)], ok, dense_ok
-
-
-def _with_gradients(
-    gradients: Sequence[Pieces], buckets: Sequence[Bucket], plan: TreePlan, settings: Settings
-) -> list[Bucket]:
-    """The buckets with this step's gradients in residual and momentum."""
-    added = []
-    for gradient, b, zeros in zip(gradients, buckets, plan.needs_zeros):
-        u = corrected(gradient, b.momentum, settings, zeros)
-        x = fed_back(b.residual, summand(gradient, u, b.momentum, settings, zeros), settings)
-        added.append(Bucket(x, b.momentum if zeros or b.momentum is None else u, b.reducer))
-    return added
 
 
 def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: TreePlan) -> Exchanged:
@@ -363,9 +337,9 @@ def _after(x: Pieces, mean: Pieces, axes: Axes) -> tuple[Pieces, Pieces]:
     return x, after
 
 
-def select(ok: Array, new: Any, old: Any) -> Any:
+def select(ok: Array | bool, new: Any, old: Any) -> Any:
     """`new` where ok, else `old`, leaf by leaf."""
-    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+    return new if ok is True else jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 
 def with_mean_momentum(

@@ -91,8 +91,8 @@ class StepOptions(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RuleOption(Options):
-    """The rule for uncompressed leaves, which a policy replaces.
+class LeafOptions(StepOptions):
+    """The options of exchanges of whole gradients, whose uncompressed leaves no policy picks.
 
     Args:
         is_dense: function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape:
@@ -101,11 +101,6 @@ class RuleOption(Options):
     """
 
     is_dense: IsDense | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeafOptions(StepOptions, RuleOption):
-    """The options of exchanges of whole gradients."""
 
 
 def transformation(
@@ -205,7 +200,7 @@ def _documented(settings: type, names: list[str]) -> str:
 # The default and the description of each option.
 OPTIONS: dict[str, tuple[Any, str]] = {
     field.name: (field.default, _described(kind)[field.name])
-    for kind in (Options, StepOptions, RuleOption)
+    for kind in (Options, StepOptions, LeafOptions)
     for field in dataclasses.fields(kind)
     if field.name in kind.__annotations__
 }

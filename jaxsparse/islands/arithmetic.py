@@ -22,7 +22,6 @@ from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
-from jaxsparse.feedback.store import ErrorFeedbackState
 from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.worker import Select, displacement, picked, put_back, replaced, skips, widened
 from jaxsparse.processes.digest import Digested
@@ -32,35 +31,40 @@ class Shared(NamedTuple):
     """What all islands of a run have alike, bit for bit, as a round begins."""
 
     params: Any  #: the global parameters, in float32 or wider
-    #: the state of the outer optimizer. Arrays marked `PerWorker`, such as residuals, are this
+    #: the states of exchange and optimizer. Arrays marked `PerWorker`, such as residuals, are this
     #: island's own.
-    outer: Any
+    outer: tuple[Any, Any]
 
 
 class Begun(NamedTuple):
     """An island's half of an exchange.
 
-    `moved` is its displacement, `posted` what stays with it, `origin` its own parameters when it
-    began, in float32 or wider, and `finite` whether these, and what they moved, were finite.
+    `posted` is what stays with it, `origin` its own parameters when it began, in float32 or wider,
+    and `finite` whether these, and what they moved, were finite.
     """
 
     words: UInt32[Array, " words"]
-    moved: Any
     posted: Any
     origin: Any
     finite: Bool[Array, ""]
 
 
 class Arithmetic:
-    """Programs for an outer optimizer. For the settings see `Islands`."""
+    """Programs for an exchange and an optimizer. For the settings see `Islands`."""
 
     def __init__(
-        self, outer: optax.GradientTransformation, params: Select, weighted: bool = False
+        self,
+        exchange: optax.GradientTransformationExtraArgs,
+        optimizer: optax.GradientTransformation,
+        params: Select,
+        weighted: bool = False,
     ) -> None:
         self._weighted = weighted
-        self._tx = optax.with_extra_args_support(outer)
+        self._exchange = exchange
+        self._optimizer = optax.with_extra_args_support(optimizer)
         self.pick = params
-        self._init = jax.jit(self._tx.init)
+        self._make = lambda params: (exchange.init(params), optimizer.init(params))
+        self._init = jax.jit(self._make)
         # The step may donate its own state.
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self._widen = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
@@ -79,7 +83,7 @@ class Arithmetic:
             raise ValueError(
                 "the state holds arrays of single workers, as the state of a jaxsparse "
                 "transformation does. An island's own step may exchange between its devices only "
-                "without a residual, such as by jaxsparse.dense: leave compression to outer"
+                "without a residual, such as by jaxsparse.dense: leave compression to exchange"
             )
         check_arrays("leaf", state)
         picked("params", self.pick, state)  # raises
@@ -88,9 +92,9 @@ class Arithmetic:
         for path, leaf in tree_flatten_with_path(outer)[0]:
             if leaf.dtype.name not in DTYPES:
                 raise ValueError(
-                    f"the state of outer holds {leaf.dtype.name} at {keystr(path)}, which "
-                    "snapshots can't hold. Random keys, as those of optax.add_noise, may stand in "
-                    "the state of step"
+                    f"the state of exchange and optimizer holds {leaf.dtype.name} at "
+                    f"{keystr(path)}, which snapshots can't hold. Random keys, as those of "
+                    "optax.add_noise, may stand in the state of step"
                 )
         return Shared(params, outer)
 
@@ -98,8 +102,8 @@ class Arithmetic:
         """The number of words of a message, and a digest of what islands must have in common.
 
         That is the program `shared`, what it works on, and the names of arrays. Of `shared` and of
-        the island's own parameters shapes and dtypes count alone. Raises ValueError if `outer`
-        exchanges nothing, or not in one message.
+        the island's own parameters shapes and dtypes count alone. Raises ValueError if
+        `exchange` is none, or not of one message.
         """
         key = str(jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), (shared, own)))
         if key not in self._known:
@@ -107,14 +111,14 @@ class Arithmetic:
                 self._known[key] = self._describe(shared, own)
             except ValueError as error:
                 error.add_note(
-                    "islands are programs of their own, so outer must exchange in one message, and "
-                    "be made with axis_name=None"
+                    "islands are programs of their own, so exchange must send one message, and be "
+                    "made with axis_name=None; what applies the mean is optimizer"
                 )
                 raise
         return self._known[key]
 
     def _describe(self, shared: Shared, own: Any) -> tuple[int, str]:
-        words = by_message.message_words(self._tx, shared.params, shared.outer, shared.params)
+        words = by_message.message_words(self._exchange, shared.params, shared.outer[0])
         messages = jax.ShapeDtypeStruct((2, words), jnp.uint32)
         begun = jax.eval_shape(self._begin, own, shared, 0)
         weights = jax.ShapeDtypeStruct((2,), jnp.float32) if self._weighted else None
@@ -140,7 +144,7 @@ class Arithmetic:
         return with_own(shared, own_leaves(self._init_state(shared.params)))
 
     def _init_state(self, params: Any) -> Any:
-        """An outer state as it starts, cut over devices as the parameters are.
+        """The outer states as they start, cut over devices as the parameters are.
 
         Zeros depend on no parameter, so that XLA alone would put all of them on one device.
         """
@@ -154,35 +158,28 @@ class Arithmetic:
             like = cuts.get(x.shape[len(lead) :], whole)
             return NamedSharding(like.mesh, PartitionSpec(*[None] * len(lead), *like.spec))
 
-        there = map_marked(place, jax.eval_shape(self._tx.init, params))
-        return jax.jit(self._tx.init, out_shardings=there)(params)
+        there = map_marked(place, jax.eval_shape(self._make, params))
+        return jax.jit(self._make, out_shardings=there)(params)
 
     def _begin(self, own: Any, shared: Shared, rank: Any) -> Begun:
         """A message of an island's own parameters. By its `rank` islands draw differently."""
         finite = all_finite(jax.tree.leaves(own))
         moved = jax.tree.map(lambda x: jnp.where(finite, x, 0), displacement(shared.params, own))
-        words, posted = by_message.post(
-            self._tx, moved, shared.outer, shared.params, rank=jnp.asarray(rank, jnp.int32)
-        )
+        words, posted = by_message.post(self._exchange, moved, shared.outer[0], rank=rank)
         origin = jax.tree.map(lambda w: jnp.copy(widened(w)), own)
         # All leave out a message that says it is not finite, as after a move beyond float32. An
         # island that sent it would wait for a decision without end if no other one makes it.
-        return Begun(words, moved, posted, origin, finite & (words[0] == 0))
+        return Begun(words, posted, origin, finite & (words[0] == 0))
 
     def _received(
         self, messages: Any, weights: Any, begun: Begun, shared: Shared, counts: bool
     ) -> Shared:
-        updates, outer = by_message.receive(
-            self._tx,
-            messages,
-            begun.posted,
-            begun.moved,
-            shared.outer,
-            shared.params,
-            counts=counts,
-            weights=weights,
+        params, (sent, before) = shared
+        mean, sent = by_message.receive(
+            self._exchange, messages, begun.posted, params, sent, counts=counts, weights=weights
         )
-        return Shared(optax.apply_updates(shared.params, updates), outer)
+        updates, after = self._optimizer.update(mean, before, params)
+        return Shared(optax.apply_updates(params, updates), (sent, after))
 
     def _shared(
         self,
@@ -272,7 +269,7 @@ def shared_leaves(shared: Shared) -> list[tuple[str, Array]]:
 
 
 def own_leaves(outer: Any) -> list[Any]:
-    """The arrays of an outer state that are an island's own."""
+    """The arrays of the states of exchange and optimizer that are an island's own."""
     return [leaf for path, leaf in tree_flatten_with_path(outer)[0] if is_marked(path)]
 
 
@@ -285,9 +282,7 @@ def with_own(shared: Shared, own: list[Any]) -> Shared:
 
 def has_residual(shared: Shared) -> bool:
     """Whether an island keeps what was not sent. `dense` and `decay=0` leave nothing of it."""
-    is_feedback = lambda node: isinstance(node, ErrorFeedbackState)
-    nodes = jax.tree.leaves(shared.outer, is_leaf=is_feedback)
-    return any(is_feedback(node) and node.residual for node in nodes)
+    return bool(shared.outer[0].residual)
 
 
 def _digest(shared: Shared) -> UInt32[Array, " 2"]:

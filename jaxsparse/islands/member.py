@@ -56,7 +56,7 @@ class IslandState(NamedTuple):
     #: the global parameters at the start of the round, equal on all islands, in float32 or wider
     #: Evaluate these.
     params: Any
-    outer: Any  #: the state of the outer optimizer, with this island's residual
+    outer: Any  #: the states of the exchange, with this island's residual, and of the optimizer
     round: int  #: the number of the round, int
     steps: int  #: steps since the round began, int
     weight: float  #: what the steps since its last message that counted weigh, float
@@ -168,13 +168,17 @@ class Member:
                 "under its own name: give it to that island, or join with state.worker"
             )
         shared = self.arithmetic.start(own)
-        self.keeps, self.is_restored = has_residual(shared), isinstance(state, IslandState)
         picked = self.arithmetic.pick(own)
         self.dtypes = jax.tree.map(jnp.result_type, picked)
         self.words, digest = self.arithmetic.describe(shared, picked)
+        self.keeps, self.is_restored = has_residual(shared), isinstance(state, IslandState)
         # So that all islands agree on who may take part.
         self.settings = digest if self._members is None else _digest_names(digest, self._members)
-        begins = {"digest of outer and members": self.settings, "round": "", "steps": ""}
+        begins = {
+            "digest of exchange, optimizer and members": self.settings,
+            "round": "",
+            "steps": "",
+        }
         if isinstance(state, IslandState):
             begins |= {"round": f"{int(state.round)}", "steps": f"{int(state.steps)}"}
             picked = [picked, state.params]

@@ -46,7 +46,9 @@ class Islands:
     """Trains on one of several islands, which exchange displacements through a store.
 
         store = jaxsparse.islands.Store("s3://bucket/run-7")
-        train = jaxsparse.islands.Islands(step, outer, store, name="oslo", every=30)
+        exchange = jaxsparse.quantized("int4", gather=True, axis_name=None)
+        optimizer = optax.sgd(0.7, 0.6, nesterov=True)
+        train = jaxsparse.islands.Islands(step, exchange, optimizer, store, name="oslo", every=30)
         state = train.join((params, tx.init(params)))
         for batch in batches:
             state, loss = train(state, batch)
@@ -56,8 +58,8 @@ class Islands:
     go on without it. After `every` steps of its own it sends its displacement, global parameters
     less its own, as one message. Then whoever sees that all who are expected have sent theirs, or
     that `quorum` have and `grace` seconds are over, decides whose messages count. All read these,
-    add them up in the decision's order, and apply `outer`. So all have the same parameters, bit for
-    bit, though none are sent.
+    add them up in the decision's order, and give the mean to `optimizer`. So all have the same
+    parameters, bit for bit, though none are sent.
 
     An island that finds its round decided keeps its displacement in its residual, follows the
     decisions that it missed, and sends what it owes in the round that is open then: nothing is
@@ -78,11 +80,12 @@ class Islands:
     Args:
         step: `step(state, batch)` returns the next state and anything to be shown. It is called as
             it is: compile it yourself, over the island's own devices.
-        outer: an Optax transformation that exchanges in one message, made with `axis_name=None`,
-            such as `jaxsparse.outer.sparse_loco(axis_name=None)`. Of the systems, these are
-            `dense`, `top_k`, `chunked_top_k`, `dgc`, `dragonn`, `ms_topk`, `demo` and
-            `quantized(gather=True)`. Where uncompressed leaves matter, compress all
-            (`is_dense=lambda *_: False`): they have no residual. Schedules count rounds.
+        exchange: the exchange of displacements, of one message and made with `axis_name=None`:
+            `dense`, `top_k`, `chunked_top_k`, `dgc`, `dragonn`, `ms_topk`, `demo`,
+            `quantized(gather=True)`, or a `partition` of these. Where uncompressed leaves matter,
+            compress all (`is_dense=lambda *_: False`): they have no residual.
+        optimizer: the Optax optimizer that applies their mean, see `jaxsparse.LocalSteps`.
+            Schedules count rounds.
         store: where islands meet.
         name: this island's name: letters, digits, "-" and "_".
         every: local steps in a round, H. Islands may differ in it.
@@ -108,7 +111,7 @@ class Islands:
             answer.
 
     Raises:
-        ValueError: from `join`, `outer` exchanges nothing, or not in one message; the state is
+        ValueError: from `join`, `exchange` is none, or not of one message; the state is
             another island's, or the store holds another run; or processes of an island differ, or
             have parameters that are not on devices of all.
         ConnectionError: the store does not answer for `patience` seconds.
@@ -117,7 +120,8 @@ class Islands:
     def __init__(
         self,
         step: Step,
-        outer: optax.GradientTransformation,
+        exchange: optax.GradientTransformationExtraArgs,
+        optimizer: optax.GradientTransformation,
         store: Objects,
         *,
         name: str,
@@ -166,7 +170,7 @@ class Islands:
         self._writer = Writer(name, poll, patience)
         self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
-            Arithmetic(outer, params or params_of, weighted),
+            Arithmetic(exchange, optimizer, params or params_of, weighted),
             store,
             name,
             quorum=quorum,

@@ -45,7 +45,7 @@ class Streaming:
             leaf's with "[0]", "[1]", ... behind. None: leaves are not cut.
 
     The paper sends displacements in 4 bits, as powers of two, without error feedback:
-    `diloco(exchange=jaxsparse.quantized("e3m0", decay=0))`. Any other exchange serves as well.
+    `jaxsparse.quantized("e3m0", decay=0)`. Any other exchange serves as well.
     """
 
     fragments: int = 4

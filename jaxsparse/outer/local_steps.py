@@ -6,8 +6,7 @@ a worker's own. So the HLO of each program shows the bytes that it sends, and an
 much as a trainer's step without this library.
 
 A displacement takes the place of a gradient. So any transformation of this library exchanges it,
-with its residual as the worker's memory, and any Optax optimizer applies the mean
-(`jaxsparse.outer.optimizers` has the published ones by name).
+with its residual as the worker's memory, and any Optax optimizer applies the mean.
 
 With `Streaming` the outer step has one program for each fragment. With an overlap, that program is
 an inner step as well, and nothing in this step reads what the exchange delivers: a backend with
@@ -56,7 +55,8 @@ def params_of(state: Any) -> Any:
 class LocalSteps:
     """Trains with local steps, and exchanges displacements after every H of them.
 
-        train = jaxsparse.LocalSteps(step, jaxsparse.outer.sparse_loco(), mesh, every=30)
+        optimizer = optax.sgd(0.7, 0.6, nesterov=True)
+        train = jaxsparse.LocalSteps(step, jaxsparse.quantized("int4"), optimizer, mesh, every=30)
         state = train.init((params, tx.init(params)))
         for t, batch in enumerate(batches):
             state, loss = train(state, batch, t)
@@ -65,9 +65,30 @@ class LocalSteps:
     `step(state, batch)` is an ordinary training step of one worker on its own share of the batch.
     It returns the next state and anything to be shown, and does not communicate: no exchange, no
     mean over workers. An outer step then takes the displacement D_w = theta - theta_w on each
-    worker, where theta are the global parameters and theta_w its own. It gives D_w to `outer` as a
-    gradient, adds the update to theta, and lets all workers go on from there. Inner optimizer
-    states, which differ between workers, are neither reset nor averaged.
+    worker, where theta are the global parameters and theta_w its own. `exchange` takes D_w for a
+    gradient, and `optimizer` the mean D. The update is added to theta, and all workers go on from
+    there. Inner optimizer states, which differ between workers, are neither reset nor averaged.
+
+    **Published methods** are pairs of an exchange and an optimizer. `jaxsparse.quantized("int4")`
+    serves as well as `jaxsparse.dense()` in all of them.
+
+    =========================================  =============================  ======================
+    method                                     exchange                       optimizer
+    =========================================  =============================  ======================
+    local SGD, FedAvg (arXiv 1602.05629)       dense()                        sgd(1.0)
+    BMUF (ICASSP 2016) of W workers            dense()                        sgd(1.0, 1 - 1 / W)
+    DiLoCo (arXiv 2311.08105)                  dense()                        sgd(0.7, 0.9, True)
+    Streaming DiLoCo (2501.18512), streaming=  quantized("e3m0", decay=0)     DiLoCo's
+    SparseLoCo (arXiv 2508.15706)              chunked_top_k(64, decay=0.95)  sgd(1.0)
+    =========================================  =============================  ======================
+
+    In the long run a displacement counts learning rate / (1 - momentum) times: 7 in DiLoCo. A small
+    model wanted less: in runs of 20 to 200 exchanges a momentum of 0.6 ended lower than 0.9, and,
+    in four bits, lower than the plain mean (`benchmarks/frontier_map.py --outer`). SparseLoCo's
+    residual is a worker's own outer momentum. An entry waits n = 4096 / k exchanges on average, and
+    arrives at decay**n: with 0.95, 30 % of a steady move arrives at k = 64, and 84 % at k = 512. A
+    run should have several such waits: with 19 and more, the exchange cost 0.04 nats or less over a
+    dense mean; with two or three, up to 0.4 (benchmarks/results/local_updates.md).
 
     **Not finite.** If a parameter or a statistic of `average` is not finite on any worker, the
     outer step counts for nothing: global parameters and outer state stay. That worker goes back to
@@ -107,9 +128,8 @@ class LocalSteps:
         step: `step(state, batch)`, see above. A state is any tree of arrays: (params, opt_state), a
             linen `TrainState`, the state of `nnx.split`. Equinox modules may be in it, and in
             batches, as they are. A step may take more arguments behind the batch, such as a key.
-        outer: an Optax transformation with an exchange of this library in it, such as
-            `jaxsparse.outer.diloco()`, or `optax.chain(jaxsparse.spardl(0.01), optax.sgd(0.7))`.
-            Schedules count outer steps.
+        exchange: the transformation that exchanges displacements.
+        optimizer: the Optax optimizer that applies their mean. Schedules count outer steps.
         mesh: the mesh, or the number of workers to simulate on one device. Other axes than
             `axis_name` are left to JAX, as in `jaxsparse.value_and_grad`, so a worker may be
             many devices.
@@ -136,11 +156,11 @@ class LocalSteps:
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
             than floating-point arrays of the state, a fragment has no leaf, the state holds an
-            exchange or something that is no array, or `outer` does not exchange every parameter
-            (`jaxsparse.check`), or with a delay. From a call: the workers don't divide a batch; `t`
-            is not the number of steps done; `step` returns a state of another structure, shape or
-            dtype; or `step` communicates over `axis_name`. The last one is a warning on a mesh with
-            other axes, where XLA itself may communicate.
+            exchange or something that is no array, or `exchange` does not exchange every
+            parameter (`jaxsparse.check`), or with a delay. From a call: the workers don't divide a
+            batch; `t` is not the number of steps done; `step` returns a state of another structure,
+            shape or dtype; or `step` communicates over `axis_name`. The last one is a warning on a
+            mesh with other axes, where XLA itself may communicate.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -148,7 +168,7 @@ class LocalSteps:
         ...     distance = lambda p: jnp.sum((p - batch[0]) ** 2)
         ...     loss, slope = jax.value_and_grad(distance)(params[0])
         ...     return (params[0] - 0.1 * slope,), loss
-        >>> train = LocalSteps(step, jaxsparse.outer.mean(), 2, every=2)
+        >>> train = LocalSteps(step, jaxsparse.dense(), optax.sgd(1.0), 2, every=2)
         >>> state, losses = train.init((jnp.zeros(3),)), []
         >>> for t in range(4):
         ...     state, loss = train(state, jnp.float32([[1, 2, 3], [3, 2, 1]]), t)
@@ -159,7 +179,8 @@ class LocalSteps:
     def __init__(
         self,
         step: Step,
-        outer: optax.GradientTransformation,
+        exchange: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation,
         mesh: Mesh | int,
         *,
         axis_name: str = "data",
@@ -180,7 +201,7 @@ class LocalSteps:
             _check_streaming(streaming, every)
         worker = Worker(
             step,
-            optax.with_extra_args_support(outer),
+            optax.chain(exchange, optimizer),
             axis_name,
             params or params_of,
             average,
@@ -380,7 +401,7 @@ class LocalSteps:
         if found:
             text = (
                 f"the inner step communicates over {axis!r} at each step: {'; '.join(found[:4])}. "
-                "Return metrics as each worker's own, and leave exchanges to outer"
+                "Return metrics as each worker's own, and leave exchanges to LocalSteps"
             )
             if not isinstance(self._mesh, Mesh) or not inner_axes(self._mesh, axis):
                 raise ValueError(text)

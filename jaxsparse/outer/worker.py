@@ -35,7 +35,7 @@ class LocalState(NamedTuple):
     Attributes:
         worker: each worker's own training state, marked `PerWorker`.
         params: the global parameters, equal on all workers, in float32 or wider. Evaluate these.
-        outer: the state of the outer optimizer for each fragment.
+        outer: the states of exchange and optimizer, for each fragment.
         outcome: int32[fragments], the outcome of each fragment's last exchange: 0 if it counted; 1
             if a worker's parameters or averaged statistics were not finite; 2 if a sum, the new
             global parameters or the new outer state were not.
@@ -55,7 +55,10 @@ class LocalState(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """One worker's part. The attributes are the arguments of `jaxsparse.LocalSteps`."""
+    """One worker's part. The attributes are the arguments of `jaxsparse.LocalSteps`.
+
+    `outer` is exchange and optimizer, one behind the other.
+    """
 
     train: Step
     outer: optax.GradientTransformationExtraArgs
@@ -71,17 +74,19 @@ class Worker(NamedTuple):
         Raises:
             ValueError: `params` or `average` pick something else than floating-point arrays of the
                 state, or both the same, a fragment has no leaf, the state holds an exchange or
-                something that is no array, or the exchange of `outer` is delayed.
+                something that is no array, or the exchange is delayed.
         """
         if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
             raise ValueError(
                 "the state holds arrays of single workers, as the state of a jaxsparse "
-                "transformation does: a step exchanges nothing here, so leave the exchange to outer"
+                "transformation does: a step exchanges nothing here, so give that as exchange"
             )
         check_arrays("leaf", state)
         places = picked("params", self.params, state)[0]
         if set(places) & set(picked("average", self.average, state)[0]):
-            raise ValueError("average picks parameters, which outer exchanges: pick statistics")
+            raise ValueError(
+                "average picks parameters, which are exchanged anyway: pick statistics"
+            )
         params = jax.tree.map(widened, self.params(state))
         parts = range(self.streaming.fragments)
         outer = tuple(self.outer.init(self.part(params, p)) for p in parts)
@@ -89,7 +94,7 @@ class Worker(NamedTuple):
         # exchanged, so that workers would lose them for H steps, and the last ones for ever.
         if any(one.is_delayed for one in states_in(outer)):
             raise ValueError(
-                "outer holds an exchange with delay=1, but workers would go on without the "
+                "exchange has delay=1, but workers would go on without the "
                 "displacements that it holds back: leave delay out. To overlap exchanges with "
                 "steps, give LocalSteps streaming=jaxsparse.outer.Streaming(fragments, overlap=1)"
             )

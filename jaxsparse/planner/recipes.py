@@ -124,11 +124,12 @@ _STEP = """\
     return (optax.apply_updates(params, updates), opt_state), loss
 
 
-outer = {outer}
+exchange = {exchange}
+optimizer = {optimizer}  # of the exchanged mean
 """
 _LOCAL = f"""\
 # Yours are mesh, params, lr, batches, and loss_of(params, batch).
-{_STEP}train = jaxsparse.LocalSteps(step, outer, mesh, every={{every}})
+{_STEP}train = jaxsparse.LocalSteps(step, exchange, optimizer, mesh, every={{every}})
 state = train.init((params, inner.init(params)))
 for batch in batches:
     state, losses = train(state, batch)
@@ -137,7 +138,8 @@ _ISLANDS = f"""\
 # Yours are params, lr, batches, loss_of(params, batch), a bucket or folder, and the island's name.
 {_STEP}train = jaxsparse.islands.Islands(
     step,
-    outer,
+    exchange,
+    optimizer,
     jaxsparse.islands.Store("s3://bucket/run-7"),
     name="oslo",
     every={{every}},
@@ -178,14 +180,17 @@ class Recipe(NamedTuple):
 
     def written(self, optimizer: str, steps: int, *options: str) -> str:
         """The recipe as a program, for a run of so many steps, with options of the exchange."""
-        inner, exchange = _INNER[optimizer], EXCHANGES[self.exchange].written(*options)
+        parts = {
+            "inner": _INNER[optimizer],
+            "exchange": EXCHANGES[self.exchange].written(*options),
+        }
         if self.what == "gradients":
-            return _GRADIENTS.format(inner=inner, exchange=exchange)
+            return _GRADIENTS.format(**parts)
         every = f"{self.every}"
         if first := self.warm * steps // 100:
             every = f"jaxsparse.Stages((1, {self.every}), ({first},))"
-        outer = self._outer(exchange)
-        return _LOCAL.format(inner=inner, outer=outer, every=every, worker="worker", jit="")
+        parts |= {"optimizer": self._optimizer, "every": every}
+        return _LOCAL.format(**parts, worker="worker", jit="")
 
     def on_islands(self, optimizer: str, settings: Mapping[str, Any]) -> str:
         """The recipe as the program of an island, with settings of `jaxsparse.islands.Islands`."""
@@ -193,18 +198,20 @@ class Recipe(NamedTuple):
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return _ISLANDS.format(
             inner=_INNER[optimizer],
-            outer=self._outer(EXCHANGES[self.exchange].written(*options)),
+            exchange=EXCHANGES[self.exchange].written(*options),
+            optimizer=self._optimizer,
             every=self.every,
             settings=given,
             worker="island",
             jit="@jax.jit\n",
         )
 
-    def _outer(self, exchange: str) -> str:
-        """The outer optimizer as Python, with the exchange as Python."""
-        start = "" if self.what == "local" else ", ".join(map(str, NESTEROV)) + ", "
-        name = "mean" if self.what == "local" else "diloco"
-        return f"jaxsparse.outer.{name}({start}exchange={exchange})"
+    @property
+    def _optimizer(self) -> str:
+        """What applies the mean displacement, as Python."""
+        if self.what == "local":
+            return "optax.sgd(1.0)"
+        return f"optax.sgd({NESTEROV[0]}, {NESTEROV[1]}, nesterov=True)"
 
 
 def _recipe(name: str, **costs: tuple[float, float, int] | tuple[float]) -> Recipe:

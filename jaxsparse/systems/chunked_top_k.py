@@ -22,7 +22,10 @@ class ChunkedTopK(Gathered):
     defaults, and of 7 with k = 512: 2 for the value, the rest for the index (`codecs.EliasFano`;
     the published code has 12). One word for every 256 entries travels beside them. The residual
     keeps all that the receivers do not decode: unsent entries and the rounding. Zeros are no
-    entries.
+    entries. SparseLoCo itself is `chunked_top_k(decay=0.95)` in `jaxsparse.LocalSteps`. Its code
+    (templar) differs from the paper: it divides a sum by the number of workers that sent the
+    coordinate, clips messages to the median norm, and rounds to levels of a whole vector, of which
+    its largest entries use only two of four in two bits.
 
     Args:
         k: number of entries of each chunk that a worker sends.

@@ -30,10 +30,6 @@ class EF21State(NamedTuple):
     steps: UInt32[Array, ""]  # uint32: number of steps that were not skipped
 
 
-# The estimate adds up means: see `jaxsparse.feedback.by_message.receive`.
-EF21State.needs_all_messages = True  # type: ignore[attr-defined]
-
-
 @dataclasses.dataclass(frozen=True)
 class _EF21(ErrorFeedback):
     """EF21-SGDM (Fatkhullin, Tyurin and Richtarik, NeurIPS 2023): compressed differences.
