@@ -113,6 +113,19 @@ def test_coordinates_are_exact(size, dtype):
     jax.tree.map(np.testing.assert_array_equal, arrived, entries)
 
 
+@pytest.mark.parametrize("codec", [codecs.COO, codecs.Packed(), codecs.EliasFano()], ids=str)
+def test_a_message_of_other_sizes_is_refused(codec):
+    stream = SparseStream(jnp.arange(16), jnp.ones(16))
+    message = codec.encode(stream, 1000)
+    assert codec.decode(message, 16, 1000, jnp.float32).capacity == 16
+    given = [(message, 8), (message[:-1], 16), (message[None], 16), (message.astype(jnp.int32), 16)]
+    for wrong, capacity in given:
+        with pytest.raises(ValueError, match="give the sizes that it was encoded with"):
+            codec.decode(wrong, capacity, 1000, jnp.float32)
+    with pytest.raises(ValueError, match=r"indices of shape \(4,\) and values of shape \(16,\)"):
+        codec.encode(stream._replace(indices=stream.indices[:4]), 1000)
+
+
 @pytest.mark.parametrize("size", some(SIZES, [200_000]))
 @pytest.mark.parametrize("dtype", some([jnp.bfloat16, jnp.float16], [jnp.bfloat16]))
 def test_packed_messages(size, dtype):

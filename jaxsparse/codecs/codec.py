@@ -14,7 +14,10 @@ from jaxsparse.arrays.stream import SparseStream
 
 @runtime_checkable
 class Codec(Protocol):
-    """Turns streams of `capacity` slots over vectors of `size` elements into messages."""
+    """Turns streams of `capacity` slots over vectors of `size` elements into messages.
+
+    Both numbers are static, and the same for sender and receivers. So is the length of a message.
+    """
 
     def check(self, dtype: DTypeLike) -> None:
         """Raises ValueError unless values of `dtype` can be sent."""
@@ -25,13 +28,17 @@ class Codec(Protocol):
         ...
 
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
-        """The message."""
+        """The message of a stream over a vector of `size` elements."""
         ...
 
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
-        """The stream of a message, with `rounded` values, possibly in another order."""
+        """The stream of a message, with `rounded` values of `dtype`, possibly in another order.
+
+        Raises:
+            ValueError: the message has another length or dtype than `encode` gives for these sizes.
+        """
         ...
 
     def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
@@ -70,12 +77,13 @@ class Coo:
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         del size
         self.check(stream.values.dtype)
+        check_slots(stream)
         return jnp.concatenate([bits(stream.indices), bits(stream.values)])
 
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
-        del size
+        check_message(self, message, capacity, size)
         return SparseStream(
             jax.lax.bitcast_convert_type(message[:capacity], jnp.int32),
             jax.lax.bitcast_convert_type(message[capacity:], dtype),
@@ -94,6 +102,27 @@ def check_codec(codec: Codec) -> None:
     if isinstance(codec, type) or not isinstance(codec, Codec):
         raise ValueError(
             f"codec={codec!r} is not a codec: use codecs.COO, codecs.Packed() or codecs.EliasFano()"
+        )
+
+
+def check_slots(stream: SparseStream) -> None:
+    """Raises ValueError unless a stream has as many indices as values."""
+    indices, values = map(jnp.shape, stream)
+    if indices != values or len(indices) != 1:
+        raise ValueError(
+            f"the stream has indices of shape {indices} and values of shape {values}: give one of "
+            "each a slot. Several streams are encoded by jax.vmap"
+        )
+
+
+def check_message(codec: Codec, message: Array, capacity: int, size: int) -> None:
+    """Raises ValueError unless `codec.encode` gives such a message for these sizes."""
+    shape, words = jnp.shape(message), codec.words(capacity, size)
+    if shape != (words,) or message.dtype != jnp.uint32:
+        raise ValueError(
+            f"message is {message.dtype}{list(shape)}, but {codec} sends uint32[{words}] for "
+            f"capacity={capacity} and size={size}: give the sizes that it was encoded with, and "
+            "one message. Several are decoded by jax.vmap"
         )
 
 

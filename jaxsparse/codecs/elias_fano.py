@@ -20,7 +20,7 @@ from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields, words
 from jaxsparse.arrays.platforms import zeros
 from jaxsparse.arrays.settings import static_int
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs.codec import sorter
+from jaxsparse.codecs.codec import check_message, check_slots, sorter
 from jaxsparse.select.compaction import running_sum
 
 
@@ -82,6 +82,7 @@ class EliasFano:
 
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         self.check(stream.values.dtype)
+        check_slots(stream)
         capacity = stream.capacity
         layout = _layout(capacity, size)
         slots, values, high = self._in_order(stream, size)
@@ -99,6 +100,7 @@ class EliasFano:
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
+        check_message(self, message, capacity, size)
         layout = _layout(capacity, size)
         end = words(layout.bitmap)
         values_at = end + field_words(capacity, layout.low)

@@ -8,7 +8,7 @@ from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 from jaxsparse.arrays.bits import float_bits, from_float_bits
 from jaxsparse.arrays.magnitude import rounded
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs.codec import sorter
+from jaxsparse.codecs.codec import check_message, check_slots, sorter
 
 # Entries in a range of this many elements have equal upper bits of their indices.
 _RANGE = 2**16
@@ -51,6 +51,7 @@ class Packed:
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         """An empty slot is the word 0, a value of +0 that changes no sum."""
         self.check(stream.values.dtype)
+        check_slots(stream)
         indices, values = stream
         ends = jnp.zeros((0,), jnp.uint32)
         if _header(size):
@@ -64,6 +65,7 @@ class Packed:
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
+        check_message(self, message, capacity, size)
         header = _header(size)
         ends, words = message[:header], message[header:]
         indices = (words >> jnp.uint32(16)).astype(jnp.int32)
