@@ -79,7 +79,8 @@ def exchanges(density: float) -> dict[str, Callable[..., Transformation]]:
         "top-k, 2-bit values": make(jaxsparse.top_k, density, **bits),
         "chunked top-k": make(jaxsparse.chunked_top_k, round(4096 * density)),
         "DGC": make(jaxsparse.dgc, density),
-        "DRAGONN": make(jaxsparse.dragonn, density),
+        "DRAGONN": make(jaxsparse.dragonn, density, extract="hash"),
+        "DRAGONN, slot_max": make(jaxsparse.dragonn, density, extract="slot_max"),
         # As many bytes as SparDL, which sends an index with each value.
         "random-k": draw(2),
         # As many bytes as eight workers receive by top-k.
@@ -125,11 +126,8 @@ def digit_rows(density: float) -> Rows:
     """Transformations by name, each a function of the learning rate."""
     k, rate = round(4096 * density), optax.scale_by_learning_rate
     own = lambda tx: lambda lr: optax.chain(tx(momentum=0.9), rate(lr))
-    dragonn = functools.partial(jaxsparse.dragonn, density)
-    every = exchanges(density) | {
-        "DRAGONN, slot_max": functools.partial(dragonn, extract="slot_max"),
-        "DRAGONN, twice as many pass": functools.partial(dragonn, passing=2.0),
-    }
+    twice = functools.partial(jaxsparse.dragonn, density, extract="hash", passing=2.0)
+    every = exchanges(density) | {"DRAGONN, twice as many pass": twice}
     return {name: own(tx) for name, tx in every.items()} | {
         "DeMo": lambda lr: optax.chain(jaxsparse.demo(k), optax.scale_by_sign(), rate(lr / 50)),
         "EF21-SGDM": lambda lr: optax.chain(

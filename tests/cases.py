@@ -62,9 +62,7 @@ CASES = {
     "dgc": {"": Case({"density": 0.03}, {"density": 1.0})},
     "dragonn": {
         "": Case({"density": 0.03}, {"density": 1.0}),
-        "slot_max": Case(
-            {"density": 0.03, "extract": "slot_max"}, {"density": 1.0, "extract": "slot_max"}
-        ),
+        "hash": Case({"density": 0.03, "extract": "hash"}, {"density": 1.0, "extract": "hash"}),
     },
     "ms_topk": {"": Case({"density": 0.03}, {"density": 1.0})},
     "random_k": {

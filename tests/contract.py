@@ -34,7 +34,7 @@ CASES = {
     if system.law == "sums"
 }
 # Cases that send less than everything, or round it, with a budget for everything.
-SENDS_LESS = {"demo", "dragonn", "dragonn_slot_max", "ok_topk", "qsgd", "qsgd_nearest", "quantized"}
+SENDS_LESS = {"demo", "dragonn", "dragonn_hash", "ok_topk", "qsgd", "qsgd_nearest", "quantized"}
 SENDS_LESS |= {"quantized_gathered", "quantized_ternary", "sign_sgd", "sparcml_nearest"}
 SENDS_LESS |= {"spardl_packed"}
 VARIANTS = {name for name, case in CASES.items() if name != case.system}

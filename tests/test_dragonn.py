@@ -60,7 +60,7 @@ USUAL = [(3, "shard_map")]
 @pytest.mark.parametrize("where", some(WHERE, USUAL, slow=[(8, "vmap")]), ids=str)
 def test_equals_its_description(where):
     workers, way = where
-    reducer = Dragonn(DENSITY)
+    reducer = Dragonn(DENSITY, extract="hash")
     slots = entries(DENSITY, SIZE)
     lost = 0
     for seed, supports in enumerate(SUPPORTS):
@@ -156,7 +156,7 @@ def test_more_may_pass_than_there_are_slots():
     held = np.asarray(indices) < size
     assert np.all((np.abs(values) >= threshold) == held)
     assert 0.13 < 1 - held.mean() < 0.14
-    assert Dragonn(0.01, passing=2.0).passing == 2
+    assert Dragonn(0.01, extract="hash", passing=2.0).passing == 2
 
 
 @pytest.mark.parametrize("passing", some([1.0, 3.0], [3.0]))
@@ -255,9 +255,9 @@ def test_settings_are_checked():
         ({"density": 0.0}, r"density=0\.0 must lie in \(0, 1\]"),
         ({"extract": "count"}, r"extract='count' is unknown: use 'hash' or 'slot_max'"),
         ({"samples": 0}, "samples=0 must be at least 1"),
-        ({"samples": 10, "extract": "slot_max"}, "samples=10 are for the threshold of"),
+        ({"samples": 10}, "samples=10 are for the threshold of"),
         ({"passing": 0.0}, r"passing=0\.0 must be positive"),
-        ({"passing": 2, "extract": "slot_max"}, "passing=2.0 is for the threshold of"),
+        ({"passing": 2}, "passing=2.0 is for the threshold of"),
         ({"seed": 0.5}, r"seed=0\.5 must be an int"),
         ({"codec": "coo"}, "codec='coo'"),
     ]:

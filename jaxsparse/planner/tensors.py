@@ -29,7 +29,7 @@ def time_codec(
     and the new residual, and one decodes the messages of all workers into one vector.
     """
     check_density(density)
-    extract, found = extractor("hash"), {}
+    extract, found = extractor("slot_max"), {}
     for size in sizes:
         k = entries(density, static_count("sizes", size))
         message = MessageFormat(size, k, "sum", jnp.float32, codecs.COO)
