@@ -171,16 +171,6 @@ class Arithmetic:
         # island that sent it would wait for a decision without end if no other one makes it.
         return Begun(words, posted, origin, finite & (words[0] == 0))
 
-    def _received(
-        self, messages: Any, weights: Any, begun: Begun, shared: Shared, counts: bool
-    ) -> Shared:
-        params, (sent, before) = shared
-        mean, sent = by_message.receive(
-            self._exchange, messages, begun.posted, params, sent, counts=counts, weights=weights
-        )
-        updates, after = self._optimizer.update(mean, before, params)
-        return Shared(optax.apply_updates(params, updates), (sent, after))
-
     def _shared(
         self,
         messages: UInt32[Array, "members words"],
@@ -189,15 +179,23 @@ class Arithmetic:
         before: Shared,
     ) -> tuple[Shared, Bool[Array, ""]]:
         """What follows for all, and whether it counts: if a sum overflows, all stay as before."""
-        after = self._received(messages, weights, begun, before, counts=True)
+        params, (sent, moments) = before
+        mean, sent = by_message.receive(
+            self._exchange, messages, begun.posted, params, sent, weights=weights
+        )
+        updates, moments = self._optimizer.update(mean, moments, params)
+        after = Shared(optax.apply_updates(params, updates), (sent, moments))
         equal = map_marked(lambda x, own: 0 if own else x, after)
         ok = all_finite(jax.tree.leaves(equal)) & (skips(after.outer) == skips(before.outer))
         return jax.tree.map(functools.partial(jnp.where, ok), after, before), ok
 
     def _own(self, begun: Begun, before: Shared, counts: bool) -> list[Any]:
         """What an island keeps without the others' messages; all, if its own does not count."""
-        after = self._received(begun.words[None], None, begun, before, counts=counts)
-        return own_leaves(after.outer)
+        _, sent = by_message.receive(
+            *(self._exchange, begun.words[None], begun.posted, before.params, before.outer[0]),
+            counts=counts,
+        )
+        return own_leaves(sent)
 
     def _go_on(self, worker: Any, begun: Begun, params: Any) -> tuple[Any, Bool[Array, ""]]:
         """A training state that goes on from new global parameters, and whether it was finite.
