@@ -61,7 +61,7 @@ def pytest_configure(config):
 
 
 def form_that_runs(*operands, default, **others):
-    """One form on a CPU, because tracing GPUs' beside it takes an eighth of the default tests' time.
+    """One form on a CPU, because tracing GPUs' beside it takes an eighth of the time.
 
     The slow tests trace both, and tests/test_gpu_forms.py compares them.
     """

@@ -194,6 +194,7 @@ def test_buckets_of_blocks_hold_whole_blocks(limit):
     jax.tree.map(np.testing.assert_array_equal, plan.unflatten(vectors, dense), tree)
 
 
+@pytest.mark.slow
 def test_a_reducer_may_come_in_stages():
     reducers = Staged((TopK(0.5), TopK(0.1)), (2,))
     updates, _ = train(partition({"embed": reducers}), 1)

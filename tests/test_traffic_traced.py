@@ -16,7 +16,7 @@ from published_traffic import (
     sparse_ring_traffic,
     split_allgather_traffic,
 )
-from workers import mesh, some
+from workers import few, mesh, some
 
 import jaxsparse
 from jaxsparse import shard, specs
@@ -71,11 +71,11 @@ def summary(moved):
     return moved.payload, round(moved.received, 3), executed, branches
 
 
-USUAL = {"gtopk", "omni_reduce", "ok_topk"}  # all kinds of collectives, and branches
+USUAL = {"gtopk", "omni_reduce"}
 
 
 @pytest.mark.parametrize("name", some(NAMES, USUAL))
-@pytest.mark.parametrize("workers", some([3, 8], [3]))
+@pytest.mark.parametrize("workers", few([3, 8], [3]))
 def test_equals_what_is_compiled(name, workers):
     reducer = reducer_at(name, 0.02, SIZE, block_size=16)
     run, init = lambda x, state: reducer(x, state, axis_name="data"), lambda x: reducer.init(SIZE)
@@ -137,7 +137,7 @@ def test_many_workers():
 K, LENGTH = 840, 84_000  # K is a multiple of all numbers of workers: nothing is rounded up
 
 
-@pytest.mark.parametrize("workers", some((4, 6, 8, 14), (6, 8)))
+@pytest.mark.parametrize("workers", some((4, 6, 8, 14), (6,)))
 def test_words_are_those_that_are_published(workers):
     """Where static shapes pay for more, they are those of this library's formulas."""
     others, room = workers - 1, K // workers
