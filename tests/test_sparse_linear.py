@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import running
 from scipy.sparse import csr_matrix
-from workers import mesh, rows, some
+from workers import mesh, some
 
 BENCHMARKS = running.ROOT / "benchmarks"
 FEATURES = 400
