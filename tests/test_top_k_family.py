@@ -116,18 +116,6 @@ def test_ok_topk_delivers_all_sums_if_there_are_fewer_than_k():
 
 
 @pytest.mark.slow
-def test_ok_topk_balances_its_regions():
-    """All entries are in one corner. With regions of equal length, one owner would overflow."""
-    workers, size = 4, 4000
-    rng = np.random.default_rng(0)
-    x = np.zeros((workers, size))
-    x[:, :300] = rng.permutation(workers * 300).reshape(workers, 300) + 1
-    ((_, reduced),) = run(OkTopk(0.01, capacity_factor=2.0), x)
-    assert reduced.info.overflow[0] == 0
-    assert reduced.info.delivered[0] == 40
-
-
-@pytest.mark.slow
 def test_ok_topk_draws_regions_of_other_workers_anew():
     """The state comes from more or fewer workers, at a step that would have kept its regions."""
     size = 2000
