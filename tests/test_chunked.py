@@ -188,7 +188,7 @@ SETTINGS = {
     some(
         [(where, name) for where in WHERE for name in SETTINGS],
         [((8, "shard_map"), "")],
-        slow=[(where, name) for where in [(3, "vmap"), (8, "shard_map")] for name in SETTINGS],
+        slow=[((8, "shard_map"), name) for name in SETTINGS],
     ),
     ids=str,
 )

@@ -100,7 +100,7 @@ def check_exact(name, workers, way, op="sum", dtype=np.float32, supports=SUPPORT
         assert overflow == 0
 
 
-@pytest.mark.parametrize("workers", some(SIMULATED, (6,), slow=(1, 3, 8)))
+@pytest.mark.parametrize("workers", some(SIMULATED, (6,), slow=(1, 8)))
 @pytest.mark.parametrize("name", some(LOSSLESS, set(LOSSLESS) - {"recursive_double"}))
 def test_sums(name, workers):
     check_exact(name, workers, "vmap")

@@ -56,7 +56,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", some(SETTINGS, ["all"]))
+@pytest.mark.parametrize("name", some(SETTINGS, ["all"], [""]))
 @pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), slow=(8,)))
 @pytest.mark.parametrize("way", some(("shard_map", "vmap"), ("vmap",)))
 def test_equal_to_the_reference(name, workers, way):

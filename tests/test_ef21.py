@@ -134,7 +134,9 @@ CONTRACTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", some(CONTRACTIONS, ["spardl"]))
+@pytest.mark.parametrize(
+    "name", some(CONTRACTIONS, ["spardl"], ["ok_topk", "powersgd", "sketched_sgd"])
+)
 def test_the_law_with_any_reducer(name):
     """Gradients that stay the same arrive in full, though a few per cent are sent at a time."""
     workers, shapes = 3, {"kernel": (20, 31), "bias": (5,)}

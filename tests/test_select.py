@@ -477,7 +477,8 @@ SELECTIONS = {
     "slot_max": lambda x: select.slot_max(x, 50, seed=3),
     "slot_max of tiles": lambda x: select.slot_max(jnp.tile(x, 7), 50),
 }
-every_selection = pytest.mark.parametrize("name", some(SELECTIONS, ["fast_top_k"]))
+SLOW = ["top_k", "group_top_k", "compact", "hash_extract", "slot_max"]
+every_selection = pytest.mark.parametrize("name", some(SELECTIONS, ["fast_top_k"], SLOW))
 
 
 @functools.cache
@@ -491,7 +492,7 @@ def check_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("name", some(SELECTIONS, ["compact"]))
+@pytest.mark.parametrize("name", some(SELECTIONS, ["compact"], SLOW))
 @pytest.mark.parametrize("axis_name", few([None, "data"], ["data"]))
 def test_selections_under_vmap(name, axis_name):
     rows, expected = rows_and_results(name)
@@ -519,7 +520,7 @@ def test_replicated_inputs_give_replicated_results_under_shard_map(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some(SELECTIONS, ["fast_top_k"]))
+@every_selection
 def test_selections_under_x64(name):
     rows, expected = rows_and_results(name)
     with jax.enable_x64(True):

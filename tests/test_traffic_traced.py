@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from at_density import NAMES, reducer_at
+from contract import each
 from jax import lax
 from jax.sharding import PartitionSpec
 from published_traffic import (
@@ -62,11 +63,11 @@ def compiled(exchange, init, shapes, workers):
 def summary(moved):
     """Payload, received bytes, and rounds by opcode, for all branches."""
     executed = Counter()
-    for each in moved.collectives:
-        if each.group_size > 1:
-            executed[each.op, each.group_size] += each.count
+    for one in moved.collectives:
+        if one.group_size > 1:
+            executed[one.op, one.group_size] += one.count
     branches = [
-        (each.count, sorted(map(str, map(summary, each.branches)))) for each in moved.conditionals
+        (one.count, sorted(map(str, map(summary, one.branches)))) for one in moved.conditionals
     ]
     return moved.payload, round(moved.received, 3), executed, branches
 
@@ -74,7 +75,7 @@ def summary(moved):
 USUAL = {"gtopk", "omni_reduce"}
 
 
-@pytest.mark.parametrize("name", some(NAMES, USUAL))
+@pytest.mark.parametrize("name", each(NAMES, USUAL))
 @pytest.mark.parametrize("workers", few([3, 8], [3]))
 def test_equals_what_is_compiled(name, workers):
     reducer = reducer_at(name, 0.02, SIZE, block_size=16)
