@@ -248,13 +248,13 @@ USUAL = [
     if (str(recipe), optimizer)
     in {("gradients, int4", "muon"), ("local 10, int4, warm 10 %", "adamw")}
 ]
-SLOW = list(
+OF_A_KIND = list(
     {(r.what, r.exchange, bool(r.warm)): (r, optimizer) for r, optimizer in PROGRAMS}.values()
 )
 name_of = lambda pair: f"{pair[1]}, {pair[0]}"
 
 
-@pytest.mark.parametrize("pair", some(PROGRAMS, USUAL, SLOW), ids=lambda pair: name_of(pair))
+@pytest.mark.parametrize("pair", some(PROGRAMS, USUAL, OF_A_KIND), ids=lambda pair: name_of(pair))
 def test_a_printed_program_trains(pair, usual_jax):
     recipe, optimizer = pair
     scope = {**data(), "mesh": mesh(2)}
@@ -271,7 +271,7 @@ def test_a_printed_program_trains(pair, usual_jax):
     some(
         [pair for pair in PROGRAMS if pair[0].is_for_islands],
         [pair for pair in PROGRAMS if name_of(pair) == "adamw, local 3, int4"],
-        [pair for pair in SLOW if pair[0].is_for_islands],
+        [pair for pair in OF_A_KIND if pair[0].is_for_islands],
     ),
     ids=lambda pair: name_of(pair),
 )
