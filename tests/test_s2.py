@@ -161,7 +161,6 @@ def test_everything_is_the_dense_mean():
     assert reducer.words(SIZE, 5) == SIZE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reducer", few([SKETCHED, EXACT], [SKETCHED]), ids=["sketched", "exact"])
 def test_sums_that_overflow_count_as_not_sent(reducer):
     x = np.zeros((1, 2, SIZE), np.float32)
