@@ -96,7 +96,6 @@ def test_one_worker_sends_nothing():
     assert np.count_nonzero(reduced.mean) == 5
 
 
-@pytest.mark.slow
 def test_sums_that_overflow_are_kept():
     x = np.ones((3, 1, 20), np.float32)
     x[:, 0, 4] = 3e38
