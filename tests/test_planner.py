@@ -245,8 +245,7 @@ PROGRAMS = [(recipe, optimizer) for recipe in RECIPES for optimizer in recipe.co
 USUAL = [
     (recipe, optimizer)
     for recipe, optimizer in PROGRAMS
-    if (str(recipe), optimizer)
-    in {("gradients, int4", "muon"), ("local 10, int4, warm 10 %", "adamw")}
+    if (str(recipe), optimizer) == ("gradients, int4", "muon")
 ]
 OF_A_KIND = list(
     {(r.what, r.exchange, bool(r.warm)): (r, optimizer) for r, optimizer in PROGRAMS}.values()
