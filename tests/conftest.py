@@ -56,6 +56,18 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--gpu-forms"):
         platforms.platform_dependent = lambda *operands, cuda, **others: cuda(*operands)
+    elif not config.getoption("--slow"):
+        platforms.platform_dependent = form_that_runs
+
+
+def form_that_runs(*operands, default, **others):
+    """One form on a CPU, because tracing GPUs' beside it takes an eighth of the time.
+
+    The slow tests trace both, and tests/test_gpu_forms.py compares them.
+    """
+    if jax.default_backend() == "cpu":
+        return default(*operands)
+    return jax.lax.platform_dependent(*operands, default=default, **others)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -17,9 +17,10 @@ sys.path.pop()
 
 ROOT = Path(__file__).parents[1]
 MULTIHOST = ROOT / "examples" / "multihost"
-# XLA's older code generator, where it is still there, compiles in half the time.
+# XLA's older code generator, where it is still there, compiles in half the time. A program as a
+# single module takes half of that again: every module makes its own compiler.
 QUICK_FLAG = (
-    " --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     if importlib.metadata.version("jaxlib").startswith("0.10.")
     else ""
 )

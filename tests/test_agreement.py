@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from running import ENV, QUICK, in_processes
-from workers import mesh
+from workers import mesh, rows
 
 import jaxsparse
 from jaxsparse import shard
@@ -253,7 +253,9 @@ def test_what_comes_next_is_compared_with_the_first_process(members, monkeypatch
 STREAMING = jaxsparse.outer.Streaming(2, overlap=1)
 
 
-@pytest.mark.parametrize(("streaming", "turns"), [(None, [3, 6]), (STREAMING, [1, 3, 4, 6])])
+@pytest.mark.parametrize(
+    ("streaming", "turns"), rows([(None, [3, 6])], [(STREAMING, [1, 3, 4, 6])])
+)
 def test_local_steps_say_when_they_exchange(monkeypatch, streaming, turns):
     said = []
     for name in ("compare_texts", "agree"):

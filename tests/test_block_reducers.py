@@ -114,7 +114,7 @@ USUAL = [(name, 3, "shard_map") for name in REDUCERS if "natural" in name]
 USUAL += [("omni, little room", 3, "shard_map"), ("gather, selected", 3, "shard_map")]
 
 
-@pytest.mark.parametrize("case", few(CASES, USUAL), ids=str)
+@pytest.mark.parametrize("case", some(CASES, USUAL[1:], USUAL[:1]), ids=str)
 def test_exchanges_are_as_described(case):
     name, workers, way = case
     overflowed = []
@@ -178,6 +178,7 @@ def test_words_on_the_wire(name):
     assert words < dense_traffic(SIZE, 3).words
 
 
+@pytest.mark.slow
 def test_the_gather_sums_in_order_of_rank():
     workers = 8  # a power of two: means are exact
     rng = np.random.default_rng(0)
@@ -188,7 +189,7 @@ def test_the_gather_sums_in_order_of_rank():
 
 
 @pytest.mark.parametrize(
-    "sizes", few([(1, 1), (7, 2), (33, 17), (51, 51), (51, 6)], [(7, 2), (51, 6)]), ids=str
+    "sizes", few([(1, 1), (7, 2), (33, 17), (51, 51), (51, 6)], [(7, 2)]), ids=str
 )
 def test_blocks_without_room_take_turns(sizes):
     size, capacity = sizes
@@ -316,6 +317,7 @@ NATURAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(NATURAL, ["omni_reduce"]))
 @pytest.mark.parametrize("dtype", few([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_rows_that_were_touched_once_are_not_sent_for_ever(name, dtype):

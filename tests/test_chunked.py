@@ -143,6 +143,7 @@ def test_values_that_are_not_finite_do_not_vanish():
             assert not np.isfinite(decoded(values, bits)[1]), (bits, bad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draw", "most"),
     rows(
@@ -187,7 +188,7 @@ SETTINGS = {
     some(
         [(where, name) for where in WHERE for name in SETTINGS],
         [((8, "shard_map"), "")],
-        slow=[(where, name) for where in [(3, "vmap"), (8, "shard_map")] for name in SETTINGS],
+        slow=[((8, "shard_map"), name) for name in SETTINGS],
     ),
     ids=str,
 )
@@ -232,12 +233,13 @@ def random_stream(rng, capacity, size, empty=0.2):
     return SparseStream(jnp.asarray(indices), jnp.float32(values))
 
 
-@pytest.mark.parametrize("bits", some((2, 4, 8, 16, 32), [2]))
+@pytest.mark.parametrize("bits", some((2, 4, 8, 16, 32), [2], [4, 32]))
 @pytest.mark.parametrize(
     "sizes",
     some(
         [(1, 1), (5, 5), (40, 50), (700, 70_001), (300, 300), (1, 2**30), (9, 2**31 - 1)],
-        [(40, 50), (9, 2**31 - 1)],
+        [(9, 2**31 - 1)],
+        [(5, 5), (700, 70_001)],
     ),
 )
 def test_any_stream_arrives_as_it_is_rounded(bits, sizes):
@@ -296,7 +298,7 @@ REDUCERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(REDUCERS, ["gtopk"]))
-@pytest.mark.parametrize("workers", some([4, 6], [6]))  # with 6, some workers fold in and out
+@pytest.mark.parametrize("workers", few([4, 6], [6]))  # with 6, some workers fold in and out
 def test_what_others_round_stays_in_the_residual(name, workers):
     reducer = REDUCERS[name]
     rng = np.random.default_rng(0)
@@ -310,7 +312,7 @@ def test_what_others_round_stays_in_the_residual(name, workers):
 
 
 @pytest.mark.parametrize(
-    "name", some([name for name in REDUCERS if "sparcml" not in name], ["gtopk", "ok_topk"])
+    "name", some([name for name in REDUCERS if "sparcml" not in name], ["gtopk"])
 )
 def test_messages_have_the_types_that_a_shard_map_checks(name):
     """Tracing for bytes checks types, which steps leave out."""

@@ -79,6 +79,7 @@ def test_by_itself_it_finds_states_in_a_trainer_and_adds_them_up():
         run({"w": jnp.zeros(3)})
 
 
+@pytest.mark.slow
 def test_of_a_single_worker_and_under_nnx():
     tx = jaxsparse.top_k(0.01, axis_name=None)
     model = nnx.Linear(40, 50, rngs=nnx.Rngs(0))

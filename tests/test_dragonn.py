@@ -83,6 +83,7 @@ def test_slot_max_conserves_and_sends_the_largest(where):
     check_slot_max(*where, codecs.COO)
 
 
+@pytest.mark.slow
 def test_slot_max_conserves_what_is_rounded():
     check_slot_max(5, "vmap", codecs.Packed())
 
@@ -123,6 +124,7 @@ def test_worked_example():
     assert np.unique(streams.values[in_slot_1], axis=0).tolist() == [[0, 9, 0]]
 
 
+@pytest.mark.slow
 def test_each_slot_holds_an_entry_that_hashes_there_and_passes():
     size, slots, seeds = 2000, 100, jnp.arange(50, dtype=jnp.uint32)
     x = jax.random.normal(jax.random.key(0), (size,))
@@ -159,6 +161,7 @@ def test_more_may_pass_than_there_are_slots():
     assert Dragonn(0.01, extract="hash", passing=2.0).passing == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passing", some([1.0, 3.0], [3.0]))
 def test_the_error_is_within_lemma_a8(passing):
     """E |x - sent|^2 <= (1 - m (1 - (1 - 1/m)^n) / (d t^2)) |x|^2 with t the range of n values.
@@ -182,7 +185,7 @@ def test_the_error_is_within_lemma_a8(passing):
     assert energy - sent.mean() <= bound * energy
 
 
-@pytest.mark.parametrize("extract", EXTRACTS)
+@pytest.mark.parametrize("extract", some(EXTRACTS, EXTRACTS[:1]))
 def test_zeros_take_no_slots(extract):
     x = np.zeros((3, SIZE))
     x[:, 7], x[:, 50] = 1, -2
@@ -203,6 +206,7 @@ def test_hashes_differ_between_workers_and_steps():
         assert len(set.union(*sent)) >= 98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extract", "kind"),
     rows(
@@ -265,6 +269,7 @@ def test_settings_are_checked():
             dragonn(**settings)
 
 
+@pytest.mark.slow
 def test_a_sample_estimates_the_threshold():
     size, slots = 40_000, 400
     x = jax.random.normal(jax.random.key(0), (size,))

@@ -18,7 +18,7 @@ from on_meshes import SHAPES, SPECS, gradients as mesh_gradients, is_bias, mesh 
 from reference_ef21 import ef21_sgdm as reference, top_k
 from running import in_processes
 from training import train
-from workers import MESH_SIZES, mesh, some
+from workers import MESH_SIZES, few, mesh, some
 
 import jaxsparse
 from jaxsparse import codecs, ef21_sgdm, local, quantize, reshard, shard, systems
@@ -94,7 +94,7 @@ def draws(workers, shapes, dtype="float32", steps=STEPS, seed=0):
 
 
 @pytest.mark.parametrize("momentum", [0.9, *some([None], [])])
-@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,)))
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), (8,)))
 @pytest.mark.parametrize("dtype", ["bfloat16", *some(["float32"], [])])
 def test_equal_to_the_reference(dtype, workers, momentum):
     """Top-k of an odd number of elements. Gradients and updates may be narrow, states are not."""
@@ -134,7 +134,9 @@ CONTRACTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", some(CONTRACTIONS, ["spardl"]))
+@pytest.mark.parametrize(
+    "name", some(CONTRACTIONS, ["spardl"], ["ok_topk", "powersgd", "sketched_sgd"])
+)
 def test_the_law_with_any_reducer(name):
     """Gradients that stay the same arrive in full, though a few per cent are sent at a time."""
     workers, shapes = 3, {"kernel": (20, 31), "bias": (5,)}
@@ -239,6 +241,7 @@ def test_a_skipped_step_changes_nothing():
     check_law(healthy[1][0])
 
 
+@pytest.mark.slow
 def test_other_numbers_of_workers_keep_the_law():
     shapes = {"kernel": (7, 9), "bias": (5,)}
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
@@ -268,7 +271,10 @@ def on_mesh(where, via=None, **options):
     return run, tx, put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
 
 
-@pytest.mark.parametrize("shape", some([(2, 2, 2), (4, 1, 2), (2, 4), (8,)], [(2, 2, 2)]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape", few([(2, 2, 2), (4, 1, 2), (2, 4), (8,)], [(2, 2, 2), (2, 4)]), ids=str
+)
 @pytest.mark.parametrize("via", ["vmap", *some(["shard_map"], [])])
 def test_on_meshes_with_inner_axes(shape, via):
     where = inner_mesh(shape)

@@ -42,7 +42,7 @@ METHODS = {
     "case",
     some(
         [(method, simulated) for method in METHODS for simulated in (True, False)],
-        [("true_top_k", True), ("sketched", False)],
+        [("sketched", False)],
     ),
     ids=str,
 )
@@ -162,6 +162,7 @@ def test_composes_with(composition, compress):
     check_composition(COMPOSITIONS[composition](compress))
 
 
+@pytest.mark.slow
 def test_composes_with_injected_momentum_and_rate():
     injected = optax.inject_hyperparams(
         jaxsparse.sketched_sgd,
@@ -216,6 +217,7 @@ def test_injected_momentum_can_be_changed_between_steps():
         assert np.any(np.abs(after(0.9)[0][name] - after(0.5)[0][name]) > 1e-3), name
 
 
+@pytest.mark.slow
 @compressed
 def test_a_scan_over_steps_equals_single_steps(compress):
     tx = optax.chain(compress(), optax.sgd(0.1))
@@ -506,6 +508,7 @@ def test_a_skipped_step_keeps_the_sign_of_zero_beside_16_bit_leaves():
     np.testing.assert_array_equal(np.asarray(flat(after.residual)).view(np.uint32), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", some(["split_allgather", "ring"], ["split_allgather"]))
 def test_a_partial_sum_that_overflows_and_finds_no_room_does_not_stay_inf(algorithm):
     tx = jaxsparse.sparcml(4, 8, algorithm=algorithm, union_factor=0.5, is_dense=lambda *_: False)

@@ -255,7 +255,7 @@ def hard(B):
 
 
 @pytest.mark.parametrize("scale", few(SCALES, ("bfloat16",)))
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("name", some(MEANS, ("ternary",)))
 def test_means_are_a_contraction_of_any_data(name, scale):
     for B in (2, 64, 256):
         factor = 1 / B if name == "sign" else 1 / np.sqrt(8 * B)
@@ -277,7 +277,7 @@ def test_means_are_a_contraction_of_any_data(name, scale):
             np.testing.assert_allclose(ratio[:, 0], 1 - 1 / B, atol=1e-5)  # a single value
 
 
-@pytest.mark.parametrize("name", few(MEANS, ("sign", "int2")))
+@pytest.mark.parametrize("name", some(MEANS, ("int2",), ("sign",)))
 def test_means_of_zeros_of_tiny_values_and_of_a_cut_group(name):
     x = np.zeros(64 * 4 + 5, np.float32)
     x[64:128] = 1e-40  # subnormal
@@ -298,6 +298,7 @@ def test_means_of_zeros_of_tiny_values_and_of_a_cut_group(name):
 NEAR = {"normal": 1.003, "laplace": 1.005, "t3": 1.06}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", NEAR)
 def test_errors_are_near_the_least(data):
     rng = np.random.default_rng(0)
@@ -333,7 +334,7 @@ WHERE = [(w, way) for way in WAYS for w in (2, 3, 5, 8)] + [(64, "vmap")]
 
 
 @pytest.mark.parametrize("where", some(WHERE, [(3, "vmap")], slow=[(64, "vmap")]), ids=str)
-@pytest.mark.parametrize("name", few(NAMES, ("int4", "bfloat16", "ternary")))
+@pytest.mark.parametrize("name", some(NAMES, ("ternary",), ("int4", "bfloat16")))
 def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(name, where):
     spec, size, (workers, way) = Format(name, 8), 61, where
     x = normal((workers, size))
@@ -347,6 +348,7 @@ def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(na
     assert np.abs(residuals).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(NAMES, ("sign",)))
 def test_large_ranges_have_whole_groups(name):
     """Of 1523 values, each of 3 workers has 508, sent as 512, and the last has 499."""
@@ -363,6 +365,7 @@ def test_large_ranges_have_whole_groups(name):
     assert traffic.wire_bytes(compiled).received == 4 * 4 * spec.words(512)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(NAMES, ("ternary",)))
 def test_ranges_that_are_stored_lose_nothing(name):
     """50,021 values of 3 workers: ranges of 16,674 are sent as 16,680, and stored."""
@@ -420,22 +423,6 @@ def test_the_residual_stays_bounded_over_100_steps(reducer):
     delivered = workers * np.asarray(reduced.mean[0], np.float64).sum(axis=0)
     wanted = gradients.sum(axis=(0, 1), dtype=np.float64)
     np.testing.assert_allclose(delivered + residual[-1], wanted, atol=2e-2)
-
-
-@pytest.mark.parametrize("name", few(["int4", "float8_e5m2", "e3m0"], ["int4"]))
-def test_sums_that_overflow_are_kept(name):
-    x = normal((3, 1, 192))
-    x[:, 0, 80] = 3e38
-    _, reduced = feedback_loop(formatted(name, group_size=16), 3)(x)
-    mean, residual = np.asarray(reduced.mean)[0, 0], np.asarray(reduced.residual)[:, 0]
-    group = slice(80, 96)
-    assert not mean[group].any()
-    np.testing.assert_array_equal(residual[:, group], x[:, 0, group])
-    assert np.isfinite(mean).all()
-    assert np.isfinite(residual).all()
-    others = np.delete(np.arange(192), np.r_[group])
-    kept = 3 * mean[others].astype(np.float64) + residual[:, others].sum(axis=0, dtype=np.float64)
-    np.testing.assert_allclose(kept, x[:, 0, others].sum(axis=0, dtype=np.float64), atol=1e-4)
 
 
 def test_without_decay_neither_rounding_is_fed_back():

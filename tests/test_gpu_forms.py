@@ -18,6 +18,12 @@ from jaxsparse.select import compaction, fast, slots
 from jaxsparse.sketch import codec, tiles
 
 
+@pytest.fixture(autouse=True)
+def both_forms(monkeypatch):
+    """Whatever the other tests of this run trace; see conftest.py."""
+    monkeypatch.setattr(platforms, "platform_dependent", jax.lax.platform_dependent)
+
+
 def cubed(size, seed=0, dtype=jnp.float32):
     x = np.random.default_rng(seed).normal(size=size).astype(np.float32) ** 3
     return jnp.asarray(x).astype(dtype)

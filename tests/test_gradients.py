@@ -80,10 +80,11 @@ def plain():
 SENT = {"dense": lambda **o: jaxsparse.dense(**o), "all": lambda **o: jaxsparse.top_k(1.0, **o)}
 # Numbers of workers are simulated; tuples are meshes.
 PLACES = [8, (1,), (2,), (3,), (5,), (8,), (4, 2), (2, 4)]
-USUAL = [(8, "all"), ((4, 2), "all")]
+USUAL = [((4, 2), "all")]
+SLOW = [(8, "all"), (8, "dense"), ((3,), "all"), ((2, 4), "dense")]
 
 
-@pytest.mark.parametrize("case", some(itertools.product(PLACES, SENT), USUAL), ids=str)
+@pytest.mark.parametrize("case", some(itertools.product(PLACES, SENT), USUAL, SLOW), ids=str)
 def test_everything_sent_is_the_trainers_own_step(case):
     shape, sent = case
     losses, params, _ = plain()
@@ -156,6 +157,7 @@ def test_the_number_of_a_worker_and_rows_of_all_that_returns():
         assert rest["scale"].tolist() == [2.0] * 4
 
 
+@pytest.mark.slow
 def test_microbatches_by_a_scan_are_the_whole_batch():
     mesh = mesh_of((4,))
     params, batch = problem(mesh)
@@ -244,6 +246,7 @@ def test_constraints_of_the_mesh_in_context(shape):
         chex.assert_trees_all_close(mean, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_own_moments_on_explicit_axes():
     """`jax.make_mesh` makes such axes by default."""
     where = mesh_of((4,)), mesh_of((4,), AxisType.Explicit)
@@ -387,6 +390,7 @@ def test_what_gradients_overwrite_is_not_exchanged():
         tx.update(rows, tx.init(tree), tree)
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")
 def test_moments_stay_where_the_trainer_split_them():
     """ZeRO-1: Adam's moments lie over the workers. What follows from them is gathered."""
@@ -456,6 +460,7 @@ def test_products_of_experts_run_beside_inner_axes():
         np.testing.assert_allclose(found[worker], own, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_convolution_and_keys_of_ones_own_run_beside_inner_axes_without_a_mesh_in_context():
     def loss(kernel, x):
         key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))

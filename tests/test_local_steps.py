@@ -115,7 +115,9 @@ def test_diloco_as_worked_by_hand(way):
 PLACES = [(w, "mesh") for w in (1, 2, 3, 5, 8)] + [(w, "simulated") for w in (2, 5, 64)]
 
 
-@pytest.mark.parametrize("place", some(PLACES, [(3, "mesh")]), ids=str)
+@pytest.mark.parametrize(
+    "place", some(PLACES, PLACES[2:3], [(1, "mesh"), (5, "simulated")]), ids=str
+)
 @pytest.mark.parametrize("name", some(["diloco", "mean", "bmuf"], ["diloco"]))
 def test_outer_optimizers_are_those_of_numpy(place, name):
     workers, _ = place
@@ -216,7 +218,7 @@ SPARSE = [
 
 
 @pytest.mark.parametrize("settings", some(SPARSE, SPARSE[:1]), ids=str)
-@pytest.mark.parametrize("workers", some([1, 2, 3, 5, 8], [3]))
+@pytest.mark.parametrize("workers", some([1, 2, 3, 5, 8], [3], [8]))
 def test_sparse_loco_is_that_of_numpy(workers, settings):
     """e <- beta e + D; s = Q(top-k of chunks); e <- e - s; theta <- theta - alpha mean(s)."""
     k, chunk, decay = 2, 16, settings.get("decay", 0.95)
@@ -263,7 +265,7 @@ STREAMS = [
 @pytest.mark.parametrize(
     "case",
     # By default test_layers_that_are_stacked_stream_as_in_numpy streams, too.
-    some(STREAMS, []),
+    some(STREAMS, [], STREAMS[::3]),
     ids=str,
 )
 def test_streaming_is_that_of_numpy(case):
@@ -382,7 +384,7 @@ def draw(seed):
     return train, twin, leaves, workers, momentum
 
 
-@pytest.mark.parametrize("seed", some(range(20), [3]))
+@pytest.mark.parametrize("seed", some(range(20), [3], range(10)))
 def test_random_programs_on_random_moves_are_those_of_numpy(seed, request):
     """`--fuzz N` runs N / 20 cases of each program, at least 50. A third have broken workers."""
     train, twin, leaves, workers, momentum = draw(seed)
@@ -1089,6 +1091,7 @@ def low_rank_adapters():
 KINDS = [linen_with_statistics, nnx_with_statistics, equinox_arrays, low_rank_adapters]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some(KINDS, [low_rank_adapters]))
 def test_a_run_of_any_framework_breaks_ends_is_restored_and_resharded(kind):
     start, step, picks = kind()
@@ -1126,6 +1129,7 @@ INNER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(INNER, ["sgd"]))
 @pytest.mark.parametrize("via", some(["vmap", "shard_map"], ["vmap"]))
 def test_a_worker_is_a_site_with_axes_of_its_own(via, name):

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from contract import CASES, rounds
+from contract import CASES, KINDS, rounds
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -53,10 +53,11 @@ def kept(state, field, name):
 
 
 LAWFUL = [name for name, case in CASES.items() if case.reducer.conserves]
+SLOW = KINDS & set(LAWFUL)
 ADAPTING = {name for name, case in CASES.items() if case.reducer.adapts_messages}
 
 
-def pairs(usual, slow=LAWFUL):
+def pairs(usual, slow=SLOW):
     """Systems and meshes.
 
     The `usual` systems always run, on one mesh. The `slow` systems on it, and two on all meshes,
@@ -73,7 +74,11 @@ def pairs(usual, slow=LAWFUL):
 
 @pytest.mark.parametrize(
     "pair",
-    some([("top_k", "shard_map"), *((name, "vmap") for name in LAWFUL)], []),
+    some(
+        [("top_k", "shard_map"), *((name, "vmap") for name in LAWFUL)],
+        [],
+        [("top_k", "shard_map"), *((name, "vmap") for name in SLOW)],
+    ),
     ids=str,
 )
 def test_what_is_dropped_takes_no_memory(pair):
@@ -152,14 +157,14 @@ def test_ways_are_equal_and_momentum_and_delay_are_those_of_one_device(via):
     """A budget for everything leaves nothing to choose, so results are as without inner axes."""
     full = CASES["top_k"].full
     compressed_in_both = {"both", "one", "none"}  # "odd" goes uncompressed where it can't be cut
-    for settings in ({"momentum": 0.5}, {"delay": 1}):
-        _, here, state = steps(full, mesh((2, 2, 2)), via=via, **settings)
-        _, there, plain = steps(full, mesh((2,)), **settings)
-        for leaf in compressed_in_both:
-            np.testing.assert_array_equal(here[leaf], there[leaf])
-            for field in ("residual", "momentum"):
-                ours, theirs = (getattr(s, field).get(leaf) for s in (state, plain))
-                jax.tree.map(np.testing.assert_array_equal, *jax.device_get((ours, theirs)))
+    settings = {"momentum": 0.5, "delay": 1}
+    _, here, state = steps(full, mesh((2, 2, 2)), via=via, **settings)
+    _, there, plain = steps(full, mesh((2,)), **settings)
+    for leaf in compressed_in_both:
+        np.testing.assert_array_equal(here[leaf], there[leaf])
+        for field in ("residual", "momentum"):
+            ours, theirs = (getattr(s, field).get(leaf) for s in (state, plain))
+            jax.tree.map(np.testing.assert_array_equal, *jax.device_get((ours, theirs)))
 
 
 @pytest.mark.parametrize("delay", some([0, 1], [0]))
@@ -342,6 +347,7 @@ def test_sharded_training_is_dense_training(shape):
             assert x.sharding.is_equivalent_to(fits, x.ndim), (name, x.sharding)
 
 
+@pytest.mark.slow
 def test_a_data_axis_is_split_into_slices_and_their_devices():
     """JAX averages inside a slice, where parameters are copies. Messages alone cross slices."""
     names, types = ("slices", "data", "tp"), (AxisType.Auto,) * 3
@@ -450,6 +456,7 @@ def test_explicit_axes(kinds, cut):
     np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_exchange_of_what_no_worker_has_alone_runs_and_keeps_its_momentum():
     """Behind another exchange, all gradients that `dense` gets are equal on all workers."""
 
@@ -552,6 +559,7 @@ class TestInit:
             made = jax.jit(tx.init)(arrays)
             assert made.residual["w"].value.sharding.spec == P("hosts", "fsdp", "tp")
 
+    @pytest.mark.slow
     def test_specs_of_an_abstract_nnx_model(self):
         where = mesh((2, 2, 2))
 
@@ -630,6 +638,7 @@ def test_a_state_of_another_mesh_is_refused_by_its_name():
 
 
 class TestDoors:
+    @pytest.mark.slow
     def test_vmap_of_ones_own(self):
         where = mesh((2, 2, 2))
         tx = jaxsparse.top_k(1.0, axis_name="hosts", mesh=where, is_dense=is_bias)
@@ -714,6 +723,7 @@ class TestDoors:
         assert moved.payload <= 4 * (2 * 16 * 8 // math.prod(shape[1:]) + 2)  # and two flags
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_with_sharded_parameters():
     where = mesh((2, 2, 2))
     model = nnx.Linear(32, 64, rngs=nnx.Rngs(0))

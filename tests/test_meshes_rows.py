@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from contract import CASES
+from contract import CASES, each
 from on_meshes import SHAPES, gradients, is_bias, mesh, put, stepper
-from workers import some
 
 import jaxsparse
 from jaxsparse import shard, traffic
@@ -21,7 +20,7 @@ SHAPE = (2, 2, 2)
 
 
 def rows(usual, names=ROWS):
-    return pytest.mark.parametrize("name", some(names, usual))
+    return pytest.mark.parametrize("name", each(names, usual))
 
 
 def after(name, count):
@@ -101,10 +100,10 @@ def test_nothing_is_lost_in_expectation(name):
             owed[leaf] = rest
     jaxsparse.check_replicas(state)
     scores = []
-    for leaf, each in errors.items():
-        mean, spread = np.mean(each, axis=0), np.std(each, axis=0, ddof=1)
+    for leaf, steps in errors.items():
+        mean, spread = np.mean(steps, axis=0), np.std(steps, axis=0, ddof=1)
         if leaf not in state.residual:
-            np.testing.assert_array_equal(np.asarray(each), np.zeros_like(each), err_msg=leaf)
+            np.testing.assert_array_equal(np.asarray(steps), np.zeros_like(steps), err_msg=leaf)
             continue
         assert np.any(spread), leaf
         # 1e-2: where almost nothing is rounded, a few errors make a mean and no spread.

@@ -152,6 +152,7 @@ def missing(page):
             left = left[found.end() :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/which.md", "docs/papers.md"])
 def test_a_page_has_the_numbers_of_the_files(page):
     assert not [*missing(page)]

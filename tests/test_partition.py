@@ -17,7 +17,6 @@ from jaxsparse.systems import (
     Quantized,
     SketchedSGD,
     SparDL,
-    Staged,
     TopK,
     TrueTopK,
 )
@@ -192,9 +191,3 @@ def test_buckets_of_blocks_hold_whole_blocks(limit):
     assert max(others) <= limit
     vectors, dense = plan.flatten(tree)
     jax.tree.map(np.testing.assert_array_equal, plan.unflatten(vectors, dense), tree)
-
-
-def test_a_reducer_may_come_in_stages():
-    reducers = Staged((TopK(0.5), TopK(0.1)), (2,))
-    updates, _ = train(partition({"embed": reducers}), 1)
-    assert np.count_nonzero(updates["embed"][0], axis=(1, 2)).tolist() == [200, 200, 40]

@@ -62,7 +62,7 @@ def check(names, expected, processes, devices):
 
 
 def test_processes_compute_what_simulated_workers_do(tmp_path):
-    names = ["spardl"]
+    names = ["top_k"]
     check(names, simulated(names, tmp_path / "expected.npz"), 2, 2)
 
 

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from published_traffic import quantized_all_reduce_traffic
 from recorders import record
@@ -14,7 +13,6 @@ from workers import feedback_loop, few, on_workers, some
 
 from jaxsparse import traffic
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
-from jaxsparse.feedback import error_feedback
 from jaxsparse.quantize import QSGD, Format, dequantize, quantize
 from jaxsparse.systems import qsgd, sign_sgd
 from jaxsparse.systems.quantized import Quantized
@@ -85,7 +83,7 @@ SIGN16 = sign(16)
 
 
 @pytest.mark.parametrize("where", few(WHERE, USUAL), ids=str)
-@pytest.mark.parametrize("quantizer", RULES, ids=str)
+@pytest.mark.parametrize("quantizer", some(RULES, [QSGD(4, 8)]), ids=str)
 @pytest.mark.parametrize("size", few([2, 61, 80], [61]))
 def test_all_reduce_equals_its_description(quantizer, size, where):
     workers, way = where
@@ -141,6 +139,7 @@ def draw(quantizer, workers, trials):
     return lambda x: drawn(x, jnp.broadcast_to(keys, (workers, trials)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "quantizer", few([QSGD(2, 8), QSGD(4, 8), QSGD(4, 8, "l2")], [QSGD(2, 8)]), ids=str
 )
@@ -191,28 +190,7 @@ def test_each_step_rounds_anew():
     assert np.any(other.mean != reduced.mean)
 
 
-BOUNDED = [(sign(256), 1.5), (QSGD(2, 256), 3.0), (QSGD(4, 256), 0.25)]
-BOUNDED += [(Format("ternary"), 1.0), (Format("int2"), 0.75)]
-
-
-@pytest.mark.parametrize("workers", few([2, 5, 8], [8]))
-@pytest.mark.parametrize("bounded", some(BOUNDED, BOUNDED[1:2]), ids=str)
-def test_the_residual_stays_bounded_over_200_steps(bounded, workers):
-    quantizer, largest = bounded
-    gradients = normal((workers, 200, 8 * 256))
-    _, reduced = feedback_loop(Quantized(quantizer, "nearest"), workers)(gradients)
-    residual = np.asarray(reduced.residual, np.float64).sum(axis=0)
-    scale = np.linalg.norm(gradients.sum(axis=0), axis=-1)
-    ratios = np.linalg.norm(residual, axis=-1) / scale
-    assert ratios.max() < largest
-    # It has settled: it is no higher in the second half than in the first.
-    assert ratios[150:].mean() < 1.2 * ratios[50:100].mean()
-    delivered = workers * np.asarray(reduced.mean[0], np.float64).sum(axis=0)
-    wanted = gradients.sum(axis=(0, 1), dtype=np.float64)
-    np.testing.assert_allclose(delivered + residual[-1], wanted, atol=2e-2)
-
-
-@pytest.mark.parametrize("quantizer", [SIGN, QSGD(4, 8)], ids=str)
+@pytest.mark.parametrize("quantizer", some([SIGN, QSGD(4, 8)], [QSGD(4, 8)]), ids=str)
 def test_sums_that_overflow_are_kept(quantizer):
     x = normal((3, 1, 48))
     x[:, 0, 20] = 3e38  # in the first group of the second range
@@ -228,7 +206,7 @@ def test_sums_that_overflow_are_kept(quantizer):
 
 
 @pytest.mark.parametrize("workers", few([2, 3, 5, 8], [3]))
-@pytest.mark.parametrize("quantizer", [QSGD(4, 64), sign(64)], ids=str)
+@pytest.mark.parametrize("quantizer", some([QSGD(4, 64), sign(64)], [QSGD(4, 64)]), ids=str)
 def test_words_on_the_wire_are_as_reckoned(quantizer, workers):
     size = 1001
     compiled = reduce(quantizer, workers, "shard_map").lower(
@@ -242,22 +220,6 @@ def test_words_on_the_wire_are_as_reckoned(quantizer, workers):
     assert 2 * (workers - 1) / workers * packed <= reckoned.words
     assert reckoned.words <= 2 * (workers - 1) * (packed / workers + 3)
     assert quantized_all_reduce_traffic(size, 1, quantizer) == (0, 0)
-
-
-def test_momentum_with_stochastic_rounding_is_plain_momentum():
-    # All values of a group are equal, and stay equal, so nothing is rounded.
-    tx = error_feedback(Quantized(QSGD(2, 8)), momentum=0.9, is_dense=lambda path, shape: False)
-    gradients = np.repeat(normal((3, 4, 6)), 8, axis=2)
-
-    def updates(gradients):
-        step = lambda state, g: tx.update(g, state)[::-1]
-        return jax.lax.scan(step, tx.init(gradients[0]), gradients)[1]
-
-    found = on_workers(updates, 3, "vmap")(gradients)
-    plain, state = optax.trace(0.9), optax.trace(0.9).init(jnp.zeros(48))
-    for i, mean in enumerate(gradients.mean(axis=0)):
-        expected, state = plain.update(jnp.asarray(mean), state)
-        np.testing.assert_allclose(found[0, i], expected, rtol=1e-5, atol=1e-6)
 
 
 ERRORS = {

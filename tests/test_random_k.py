@@ -50,6 +50,7 @@ def test_what_is_drawn_is_delivered_and_the_rest_kept(where):
         np.testing.assert_array_equal(reduced.info.delivered[0], (expected != 0).sum(axis=-1))
 
 
+@pytest.mark.slow
 def test_every_index_gets_its_turn():
     steps, k = 2000, 7
     _, reduced = run(RandomK(0.1), integers(1, steps=steps))
@@ -106,6 +107,7 @@ def test_sums_that_overflow_are_kept():
     assert not reduced.sent[:, 0, 4].any()
 
 
+@pytest.mark.slow
 def test_density_in_stages():
     tx = error_feedback(
         Staged((RandomK(0.5), RandomK(0.1)), (2,)), is_dense=lambda path, shape: False
@@ -146,6 +148,7 @@ def test_another_reducer_exchanges_the_drawn_values():
     assert lost_of(x[:, 0], jax.tree.map(lambda a: a[:, 0], reduced)) == 0
 
 
+@pytest.mark.slow
 def test_of_a_reducer_that_rounds_the_residual_has_the_rest():
     few_bits = Quantized(Format("int4", 8), "nearest")
     x, reduced = run(RandomK(0.5, reducer=few_bits), integers(3))

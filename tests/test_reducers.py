@@ -122,6 +122,7 @@ OVERFLOWING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(OVERFLOWING, ["gtopk"]))
 def test_sums_that_overflow_on_the_way_leave_finite_residuals(name):
     reducer, workers = OVERFLOWING[name]

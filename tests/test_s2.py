@@ -70,6 +70,7 @@ SKETCHED = S2(0.1, block_size=BLOCK, rows=3, seed=5)
 EXACT = S2(0.1, block_size=BLOCK, sketch_ratio=3.0)
 CASES = [(reducer, workers, way) for reducer in (SKETCHED, EXACT) for workers, way in WHERE]
 USUAL = [(SKETCHED, 5, "shard_map")]
+SLOW = [case for case in CASES if case[1:] in ((1, "vmap"), (8, "shard_map"), (8, "vmap"))]
 
 
 def _name(case):
@@ -77,7 +78,7 @@ def _name(case):
     return f"{'sketched' if reducer is SKETCHED else 'exact'}-{workers}-{way}"
 
 
-@pytest.mark.parametrize("case", some(CASES, USUAL), ids=_name)
+@pytest.mark.parametrize("case", some(CASES, USUAL, SLOW), ids=_name)
 def test_it_is_its_description(case):
     reducer, workers, way = case
     plan = reducer.plan(SIZE, workers)
@@ -129,6 +130,7 @@ def test_what_finds_no_room_is_kept_and_counted(workers, ratio):
 CASES_OF_NATURE = [(1.0, 1.0), (1.0, 0.5), (0.25, 1.0), (0.25, 0.5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", few(CASES_OF_NATURE, [(0.25, 0.5)]), ids=str)
 def test_gradients_sparse_by_nature(case):
     """Without a density all non-zero blocks are sent. From a ratio of 1 on, their sum is exact."""
@@ -179,7 +181,7 @@ CROWDED = S2(0.2, block_size=BLOCK, rows=3, sketch_ratio=0.4, union_density=0.25
 @pytest.mark.parametrize(
     "reducer", some([SKETCHED, CROWDED], [CROWDED]), ids=["room", "little room"]
 )
-@pytest.mark.parametrize("workers", some(MESH_SIZES, [3]))
+@pytest.mark.parametrize("workers", some(MESH_SIZES, [3], [8]))
 def test_momentum_is_that_of_blocks_that_wait(workers, reducer):
     """It is zeroed where this worker's block left, and stays in all others.
 
@@ -224,6 +226,7 @@ def test_momentum_is_that_of_blocks_that_wait(workers, reducer):
     assert (waited > 0) == (reducer is CROWDED and workers > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reducer", [SKETCHED, EXACT], ids=["sketched", "exact"])
 def test_a_sketch_masks_what_exact_blocks_mask(reducer):
     """The same blocks leave, so the same momentum is zeroed."""
@@ -326,7 +329,7 @@ def test_tables_are_sized_as_documented():
 RECEIVED = {8: (0.196, 0.028), 16: (0.374, 0.030), 64: (0.856, 0.031), 256: (0.996, 0.032)}
 
 
-@pytest.mark.parametrize("workers", RECEIVED)
+@pytest.mark.parametrize("workers", some(RECEIVED, (8,)))
 def test_the_words_of_a_union_grow_with_the_workers_and_those_of_local_do_not(workers):
     size = 2**20
     received = [

@@ -53,7 +53,7 @@ def positions(mask, capacity):
     return np.pad(taken, (0, capacity - len(taken)), constant_values=len(mask))
 
 
-@pytest.mark.parametrize("size", few([0, 1, 2, 31, 32, 33, 40, 1023, 1025, 5003], [33, 5003]))
+@pytest.mark.parametrize("size", few([0, 1, 2, 31, 32, 33, 40, 1023, 1025, 5003], [5003]))
 def test_compact_is_nonzero(size):
     for capacity in sorted({0, 1, size // 2, size, size + 3}):
         for share in (0.0, 0.02, 0.5, 1.0):
@@ -63,6 +63,7 @@ def test_compact_is_nonzero(size):
             assert found.dtype == jnp.int32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", some(range(3), [0]))
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.3])
 def test_compact_of_many_blocks(share, seed):
@@ -224,7 +225,7 @@ def energy_share(x, indices):
     return np.sum(square[indices]) / best if best else 1.0
 
 
-@pytest.mark.parametrize("size", some([2**17, 70_001], [70_001]))
+@pytest.mark.parametrize("size", few([2**17, 70_001], [70_001]))
 @pytest.mark.parametrize(
     "data",
     some(
@@ -306,7 +307,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("group", some(GROUPS, [GROUPS[i] for i in (2, 5, 6, 9, 10, 11)]), ids=str)
+@pytest.mark.parametrize("group", some(GROUPS, [GROUPS[i] for i in (5, 6, 11)]), ids=str)
 def test_group_top_k_is_exact(group):
     size, k, group_size = group
     for data in DATA:
@@ -476,7 +477,8 @@ SELECTIONS = {
     "slot_max": lambda x: select.slot_max(x, 50, seed=3),
     "slot_max of tiles": lambda x: select.slot_max(jnp.tile(x, 7), 50),
 }
-every_selection = pytest.mark.parametrize("name", some(SELECTIONS, ["fast_top_k", "group_top_k"]))
+SLOW = ["top_k", "group_top_k", "compact", "hash_extract", "slot_max"]
+every_selection = pytest.mark.parametrize("name", some(SELECTIONS, ["fast_top_k"], SLOW))
 
 
 @functools.cache
@@ -490,7 +492,7 @@ def check_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("name", some(SELECTIONS, ["compact"]))
+@pytest.mark.parametrize("name", some(SELECTIONS, ["compact"], SLOW))
 @pytest.mark.parametrize("axis_name", few([None, "data"], ["data"]))
 def test_selections_under_vmap(name, axis_name):
     rows, expected = rows_and_results(name)
@@ -507,6 +509,7 @@ def test_selections_under_shard_map(name):
     check_equal(found, expected)
 
 
+@pytest.mark.slow
 @every_selection
 def test_replicated_inputs_give_replicated_results_under_shard_map(name):
     rows, expected = rows_and_results(name)
@@ -516,7 +519,8 @@ def test_replicated_inputs_give_replicated_results_under_shard_map(name):
     check_equal(one(rows[0]), jax.tree.map(lambda leaf: leaf[0], expected))
 
 
-@pytest.mark.parametrize("name", some(SELECTIONS, ["fast_top_k"]))
+@pytest.mark.slow
+@every_selection
 def test_selections_under_x64(name):
     rows, expected = rows_and_results(name)
     with jax.enable_x64(True):

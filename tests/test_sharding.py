@@ -112,6 +112,7 @@ def train(framework, where):
 TRAINED = [(framework, where) for framework in ("linen", "nnx") for where in RUNS_ON]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trained",
     some(

@@ -34,9 +34,9 @@ CASES = [
     (40_000, SketchSpec(3, 2**14 + 1, seed=9)),
     (2**15, SketchSpec(2, 20_001, seed=9)),
 ]
-USUAL = [CASES[i] for i in (1, 4, 8, 9, 11)]
+USUAL = [CASES[i] for i in (4, 8, 11)]
 NARROW = [case for case in CASES if case[1].rows < 32]
-cases = pytest.mark.parametrize("case", few(CASES, USUAL), ids=str)
+cases = pytest.mark.parametrize("case", some(CASES, USUAL, [CASES[9]]), ids=str)
 
 
 def places(size, spec):
@@ -55,7 +55,7 @@ def cubed_normal(size, seed=0):
 # --- agreement with the definition ---
 
 
-@pytest.mark.parametrize("case", few(CASES, [c for c in USUAL if c in NARROW]), ids=str)
+@pytest.mark.parametrize("case", few(CASES, USUAL), ids=str)
 def test_encode_is_the_definition_exactly_on_integers(case):
     size, spec = case
     x = integers(size)
@@ -192,7 +192,9 @@ STRUCTURED = [
     "low rank",
     "alternating",
 ]
-structures = pytest.mark.parametrize("name", some(STRUCTURED, ["constant", "stride of a tile"]))
+structures = pytest.mark.parametrize(
+    "name", some(STRUCTURED, ["stride of a tile"], slow=["constant"])
+)
 SEEDS = jnp.arange(400, dtype=jnp.uint32)
 
 
@@ -280,6 +282,7 @@ def test_elements_of_a_group_never_meet_and_others_do_with_probability_one_in_co
     assert np.max(np.abs(others - others.mean())) < 6 * np.sqrt(1 / cols / seeds)
 
 
+@pytest.mark.slow
 def test_rows_are_independent():
     """Errors of two rows of a sketch are uncorrelated, also beyond the 32 bits of a hash."""
     size, spec = 2048, SketchSpec(34, 64)
@@ -315,7 +318,7 @@ def check_choice(table, spec, size, choice):
     return indices
 
 
-@pytest.mark.parametrize("case", few(NARROW, [CASES[i] for i in (4, 8, 11)]), ids=str)
+@pytest.mark.parametrize("case", some(NARROW, [CASES[8]], [CASES[i] for i in (4, 11)]), ids=str)
 @pytest.mark.parametrize("share", some([0, 1], [1]))
 def test_top_k_is_exact_where_every_element_has_a_slot(case, share):
     size, spec = case
@@ -393,6 +396,7 @@ TIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", some(TIES, TIES[3:], slow=TIES[:1]), ids=str)
 def test_ties_give_distinct_indices(case, key):
     size, k, rule = case
@@ -414,10 +418,10 @@ def test_indices_are_recovered_where_slots_are_fullest():
 
 
 def test_single_large_element_survives_ties():
-    spec, size = SketchSpec(5, 1000), 100_000
-    for index in (0, 12_345, size - 1):
+    spec, size = SketchSpec(5, 1000), 2000
+    for index in (0, 1234, size - 1):
         table = sketch.encode(jnp.zeros(size).at[index].set(-3.0), spec)
-        indices, estimates = sketch.heavy_hitters(table, spec, size, 50)
+        indices, estimates = sketch.heavy_hitters(table, spec, size, 200)
         assert estimates[np.asarray(indices) == index] == -3.0
 
 
@@ -456,6 +460,7 @@ def test_heavymix_is_algorithm_1(k):
     assert (first != second) == (k < size)
 
 
+@pytest.mark.slow
 def test_heavymix_cuts_to_the_k_largest_when_more_are_heavy():
     size, k = 4000, 40
     spec = SketchSpec(1, 20)  # so crowded that most estimates are noise, and heavy
@@ -523,6 +528,7 @@ def shares_delivered(x, spec, k, rule):
     return jax.lax.map(one, SEEDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", some([2, 10, 100, 900], [10, 900]))
 def test_noise_seldom_passes_heavymix_at_the_default_sizes(compression):
     """With as many columns as coordinates, 6 k of 200,000 normal values pass at 10x."""
@@ -538,6 +544,7 @@ def test_noise_seldom_passes_heavymix_at_the_default_sizes(compression):
     assert int(jnp.sum(many >= jnp.linalg.norm(x) / k**0.5)) > k
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", some(["heavymix", "top_k"], ["heavymix"]))
 @pytest.mark.parametrize("name", few(STRUCTURED, ["constant", "heavy row"]))
 def test_exact_values_of_heavy_hitters_are_a_contraction(name, rule):
@@ -567,7 +574,6 @@ def all_functions(x, spec, size, key):
         merged,
         sketch.decode(merged, spec, size),
         sketch.l2_norm(merged),
-        sketch.heavy_hitters(merged, spec, size, 5),
         sketch.heavy_hitters(merged, spec, size, 5, rule="heavymix", key=key),
     )
 
@@ -601,11 +607,12 @@ def test_workers_get_what_one_alone_gets(how, alone):
         got = [jax.tree.map(lambda v, w=w: v[w], got) for w in range(count)]
     # Under vmap, l2_norm sums in another order. All else is equal bit by bit.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
-    for (*a, norm_a, top_a, mix_a), (*b, norm_b, top_b, mix_b) in zip(got, expected):
-        jax.tree.map(np.testing.assert_array_equal, [a, top_a, mix_a], [b, top_b, mix_b])
+    for (*a, norm_a, mix_a), (*b, norm_b, mix_b) in zip(got, expected):
+        jax.tree.map(np.testing.assert_array_equal, [a, mix_a], [b, mix_b])
         close(norm_a, norm_b)
 
 
+@pytest.mark.slow
 def test_seed_may_vary_where_the_table_does_not():
     spec, P = SketchSpec(3, 100), jax.sharding.PartitionSpec
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

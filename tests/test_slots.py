@@ -106,6 +106,7 @@ def test_the_share_of_empty_slots(sizes):
     assert abs(np.std(share) / deviation - 1) < 5 / math.sqrt(2 * number)
 
 
+@pytest.mark.slow
 def test_reseeding_changes_who_loses():
     """The i-th element from the end is kept if none of the i after it takes its slot."""
     n, m, number = 1000, 500, 600
@@ -167,6 +168,7 @@ def test_slot_max_keeps_the_largest_of_each_set(shape):
     check_slots(cubed(size), m)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", few(DTYPES, DTYPES[1:2]))
 @pytest.mark.parametrize("shape", few(SHAPES, [(70_001, 300)]))
 def test_slot_max_of_any_dtype(shape, dtype):
@@ -174,6 +176,7 @@ def test_slot_max_of_any_dtype(shape, dtype):
     check_slots(cubed(size, 1, dtype), m)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     some(

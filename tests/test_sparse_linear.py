@@ -83,7 +83,7 @@ def slow_sgd(task, workers):
     ("model", "classes", "name", "workers"),
     [
         ("logistic", 4, "dense", 3),
-        ("svm", 2, "split_allgather", 3),
+        pytest.param("svm", 2, "split_allgather", 3, marks=pytest.mark.slow),
         pytest.param("logistic", 4, "split_allgather", 3, marks=pytest.mark.slow),
         pytest.param("logistic", 2, "recursive_double", 3, marks=pytest.mark.slow),
         pytest.param("svm", 4, "all_gather", 3, marks=pytest.mark.slow),

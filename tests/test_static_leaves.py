@@ -54,6 +54,7 @@ def arrays(model):
     return eqx.filter(model, eqx.is_array)
 
 
+@pytest.mark.slow
 def test_local_steps_of_a_module():
     tx = optax.sgd(0.1)
 

@@ -135,6 +135,7 @@ def test_bisection_of_any_size(size):
     assert lower == np.sort(np.abs(x))[size - k]
 
 
+@pytest.mark.slow
 def test_a_small_vector_is_sampled_whole():
     for k in (1, 37):
         threshold = jax.jit(lambda x, seed, k=k: sampled_threshold(x, k, seed=seed))
@@ -319,6 +320,7 @@ def sending(selection):
     return on_workers(lambda x: reducer(x, (), axis_name="data").mean, 2, "vmap")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", few(["sampled", "bisection"], ["sampled"]))
 def test_all_is_sent_at_density_1(selection):
     x = np.random.default_rng(0).integers(-9, 9, (2, LARGE)).astype(np.float32)

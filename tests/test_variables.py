@@ -146,6 +146,7 @@ def test_a_loop_without_an_optimizer_object_gets_variables_back(name):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(METHODS, ["per_worker"], slow=["ef21_sgdm"]))
 def test_simulated_workers_take_variables_too(name):
     with jax.numpy_dtype_promotion("standard"):

@@ -50,7 +50,7 @@ as_it_is = lambda tree, mask: tree
 CASES = [(workers, where) for workers in (2, 3, 4, 6, 8) for where in ("loss", "gradients")]
 
 
-@pytest.mark.parametrize("case", some(CASES, [(3, "loss"), (4, "gradients")]), ids=str)
+@pytest.mark.parametrize("case", some(CASES, [(3, "loss")]), ids=str)
 def test_scaled_by_tokens_training_is_that_of_one_worker(case):
     workers, where = case
     for first in (MASK[:8], np.zeros(8, np.float32)):  # the first worker may have no token
