@@ -129,7 +129,7 @@ def environment(platform: str) -> dict[str, str]:
     }
     flags = os.environ.get("XLA_FLAGS", "")
     if platform == "gpu" and importlib.metadata.version("jaxlib") in ("0.10.2", "0.11.0"):
-        # Without this they compile sums of floats to loops of compare-and-swap, see results/gpu.md.
+        # Without this they compile sums of floats to loops of compare-and-swap, see docs/bytes.md.
         flags += " --xla_backend_extra_options=-nvptx-allow-ftz-atomics"
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     given = {"JAX_PLATFORMS": platforms, "PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags}

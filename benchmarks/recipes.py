@@ -147,7 +147,7 @@ class Ends(NamedTuple):
 
 
 def load_ends(*, shorter: bool = False) -> Ends:
-    """Those of the map, or of its shorter runs."""
+    """Those of the table of recipes, or of its shorter runs."""
     content = json.loads(RESULTS.read_text())
     content = content["shorter"] if shorter else content
     return Ends(

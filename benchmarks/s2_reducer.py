@@ -10,10 +10,10 @@ stand beside each sketch as many coordinates drawn at random, too: the control t
 beat. Nothing is downloaded, and one device plays all workers.
 
 Each row's rate is tuned by the rule of rates.py, from `--lr` on, by the mean training loss of all
-seeds. (For results/s2.md it was the best of a grid on two of them.) Means and standard deviations
-are over seeds of initial weights, batches and hashes. Words are those of the psum of compressed
-leaves. The union of supports adds one bit a block. "exact" marks tables that would be no smaller
-than the blocks of all workers. Then the blocks are summed.
+seeds. (For results/papers.md it was the best of a grid on two of them.) Means and standard
+deviations are over seeds of initial weights, batches and hashes. Words are those of the psum of
+compressed leaves. The union of supports adds one bit a block. "exact" marks tables that would be no
+smaller than the blocks of all workers. Then the blocks are summed.
 
 `--received` trains nothing: it traces the exchange of 2^20 elements for each number of workers,
 with each sizing and with exact blocks, and prints the words received over the elements.

@@ -28,7 +28,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",  # Google docstrings
     "sphinx.ext.viewcode",
-    "sphinx_design",  # right and wrong side by side
+    "sphinx_design",  # tabs, and blocks that open
 ]
 html_theme = "furo"
 html_title = "jaxsparse"

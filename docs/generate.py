@@ -61,6 +61,8 @@ COPIES = {
 INDEX = Path(__file__).parents[1] / "benchmarks/README.md"
 RESULTS = dict.fromkeys(re.findall(r"\(results/(\w+)\.md\)", INDEX.read_text()))
 COPIES |= {f"results_{name}": f"benchmarks/results/{name}.md" for name in RESULTS}
+# Sources whose links lead to a generated page on the site, and to themselves elsewhere.
+SOURCES = {"systems": "jaxsparse/systems/__init__.py", "reference": "jaxsparse/__init__.py"}
 PARAMS, WORKERS, DENSITY = 2**20, 8, 0.01  # settings of the bytes on the page of systems
 
 
@@ -191,7 +193,8 @@ def comment_of(module: Any, name: str) -> str:
 def linked(text: str, source: Path, page: Path) -> str:
     """Markdown of a file in the folder `source`, with links that hold for a page in `page`."""
     docs = Path(__file__).parent
-    copies = {docs.parent / file: docs / f"generated/{name}.md" for name, file in COPIES.items()}
+    pages = (COPIES | SOURCES).items()
+    copies = {docs.parent / file: docs / f"generated/{name}.md" for name, file in pages}
 
     def follow(match: re.Match[str]) -> str:
         file = Path(os.path.normpath(source / match[1]))
@@ -253,7 +256,7 @@ def anchor(system: System) -> str:
     return system.name.replace("_", "-")
 
 
-LAWS = {
+CONSERVED = {
     "exact": "the workers' vectors add up to what the mean delivers plus the residuals, exactly",
     "to rounding": "the workers' vectors add up to what the mean delivers plus the residuals, up "
     "to the rounding of each value",
@@ -291,7 +294,7 @@ def called(function: str, *args: Any, **settings: Any) -> str:
 
 
 def section(system: System) -> str:
-    """The paper, the law, bytes and defaults of a system."""
+    """The paper, what is conserved, bytes and defaults of a system."""
     doc = inspect.cleandoc(system.transformation.__doc__ or "")
     first, *rest = doc.split("\n\n")
     text = [p for p in rest if not p.startswith(("Args:", "Raises:", "Returns:", "Example:"))]
@@ -305,16 +308,16 @@ def section(system: System) -> str:
     shown = called(f"jaxsparse.{system.name}", **given)
     gradient = {"kernel": jax.ShapeDtypeStruct((2**10, PARAMS // 2**10), jnp.float32)}
     moved = traffic.traced_bytes(system.transformation(**given), gradient, WORKERS)
-    law = LAWS[reducer.conservation]
+    conserved = CONSERVED[reducer.conservation]
     if system.law == "differences":
-        law = "the update is the mean of the workers' momenta, less that of their residuals"
+        conserved = "the update is the mean of the workers' momenta, less that of their residuals"
     lines = [
         f"({anchor(system)})=",
         f"## {system.name}",
         first,
         *text,
         f"- **Settings**: {settings or 'none of its own'}",
-        f"- **Law**: {law}",
+        f"- **Conservation**: {conserved}",
         f"- **Bytes**: {system.received}",
         f"- **Measured**: `{shown}` receives {moved.received:,.0f} bytes in "
         f"{moved.rounds} collectives",

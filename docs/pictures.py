@@ -312,7 +312,7 @@ def best(ax: Axes, optimizer: str, places: list[tuple[str, float, float]]) -> No
 
 
 def loss_bytes() -> None:
-    """Where recipes of the map end, against the bytes that a worker receives in a run."""
+    """Where recipes end, against the bytes that a worker receives in a run."""
     size = SIZES["136k"]
     figure, ax = plt.subplots(figsize=(5, 4.5))
     for optimizer in OPTIMIZERS:

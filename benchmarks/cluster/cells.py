@@ -23,7 +23,7 @@ EVERY = (
     *(name for name in at_density.NAMES if name != "true_top_k"),
     "sketched_sgd:40",
 )
-# Systems of the research code in results/hosts.md, also with 4 bytes an entry.
+# Systems of the research code in results/time.md, also with 4 bytes an entry.
 PEERS = (
     *("dense", "spardl", "spardl_packed", "ok_topk", "ok_topk_packed", "ok_topk_packed:1.5"),
     *("top_k", "top_k_packed"),

@@ -88,7 +88,7 @@ class LocalSteps:
     residual is a worker's own outer momentum. An entry waits n = 4096 / k exchanges on average, and
     arrives at decay**n: with 0.95, 30 % of a steady move arrives at k = 64, and 84 % at k = 512. A
     run should have several such waits: with 19 and more, the exchange cost 0.04 nats or less over a
-    dense mean; with two or three, up to 0.4 (benchmarks/results/local_updates.md).
+    dense mean; with two or three, up to 0.4 (benchmarks/results/local_updates).
 
     **Not finite.** If a parameter or a statistic of `average` is not finite on any worker, the
     outer step counts for nothing: global parameters and outer state stay. That worker goes back to

@@ -54,7 +54,7 @@ class Dragonn(Gathered, SeededReducer):
     The paper's own form is "hash": of the elements that reach a threshold, which n = passing m do
     in a sample, one of each slot is sent, and about 63 % of the slots are filled. In as many bytes
     "slot_max" keeps 85 % of the energy of the m largest, and "hash" 63 %. It trains as well, and
-    takes a third of the time on an H100 (`benchmarks/results/kernels.md`, `gpu.md`, `training.md`).
+    takes a third of the time on an H100 (`benchmarks/results/time.md`, `accuracy.md`).
 
     A worker receives 2 m (W - 1) words a step in COO, as with `top_k`. The received bytes grow with
     the number of workers, so it suits few workers (up to about sqrt(1 / density)), large tensors
