@@ -2,6 +2,7 @@
 
 from jaxsparse.feedback.store import (
     ErrorFeedbackState as ErrorFeedbackState,
+    is_exchange as is_exchange,
     states_in as states_in,
 )
 from jaxsparse.feedback.transformations import (

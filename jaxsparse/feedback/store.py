@@ -72,6 +72,13 @@ def states_in(tree: Any) -> list[ErrorFeedbackState]:
     return [node for node in jax.tree.leaves(tree, is_leaf=is_state) if is_state(node)]
 
 
+def is_exchange(state: Any) -> bool:
+    """Whether it is the state of an exchange alone, without an optimizer or wrapper around it."""
+    return any(
+        isinstance(one, ErrorFeedbackState) for one in (state, getattr(state, "feedback", None))
+    )
+
+
 _OF_LEAVES = ("residual", "momentum", "reducers", "pending", "placement")
 
 

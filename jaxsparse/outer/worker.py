@@ -17,7 +17,7 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
 from jaxsparse.comm.static_leaves import held, released
-from jaxsparse.feedback import states_in
+from jaxsparse.feedback import is_exchange, states_in
 from jaxsparse.outer.fragments import Rows, Streaming
 from jaxsparse.training.weighted import check_weight, weighted
 
@@ -90,6 +90,12 @@ class Worker(NamedTuple):
         params = jax.tree.map(widened, self.params(state))
         parts = range(self.streaming.fragments)
         outer = tuple(self.outer.init(self.part(params, p)) for p in parts)
+        if not is_exchange(outer[0][0]):
+            raise ValueError(
+                f"exchange has a {type(outer[0][0]).__name__} for its state, and is no exchange of "
+                "this library alone: give LocalSteps(step, exchange, optimizer, mesh), such as "
+                'jaxsparse.quantized("int4") and optax.sgd(1.0)'
+            )
         # Workers go on from the global parameters. With a delay these would lack the moves just
         # exchanged, so that workers would lose them for H steps, and the last ones for ever.
         if any(one.is_delayed for one in states_in(outer)):

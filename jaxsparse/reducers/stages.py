@@ -158,8 +158,9 @@ def warm_up(reducer: Reducer, *, steps: int, first: float = 0.25, stages: int = 
     last = getattr(reducer, "density", None)
     if not isinstance(last, numbers.Real):
         raise ValueError(
-            f"reducer={reducer!r} has no density that could fall: give one that has, such as "
-            "jaxsparse.systems.TopK(0.001), or jaxsparse.systems.Staged of reducers"
+            f"reducer={reducer!r} has no density that could fall: give a reducer that has, as in "
+            "jaxsparse.error_feedback(jaxsparse.warm_up(systems.TopK(0.001), steps=400)), "
+            "or jaxsparse.systems.Staged of reducers"
         )
     if not last <= first <= 1:
         raise ValueError(f"first={first} must lie between the reducer's density, {last}, and 1")
