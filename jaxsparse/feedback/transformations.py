@@ -1,9 +1,8 @@
 """Error feedback around one reducer or several, as Optax transformations.
 
-The way of one gradient: `update` gets rows, one for each worker, and runs `on_device` for all of
-them (`over_rows`); where the axis is bound it gets one worker's gradient (`_run`). There `exchange`
-begins each bucket (residual + gradient), calls its reducer, whose `reduce` calls the collectives,
-and finishes it (new residual). `deliver` in between divides sums by W.
+The way of one gradient: `update` runs `on_device` on rows of all workers (`over_rows`) or, where
+the axis is bound, on one worker's (`_run`). There `exchange` begins buckets (adds gradients),
+calls their reducers (`reduce`: collectives, `deliver`: the mean), and finishes them (residuals).
 """
 
 import dataclasses

@@ -96,8 +96,7 @@ class Member:
     """An island's settings, see `Islands`, and what it knows in this life.
 
     Members in one process may share `arithmetic`. `clock` tells seconds, for differences alone.
-    `beside` starts a function that writes a snapshot, beside training. Without it that is called,
-    and waited for.
+    `beside` starts a function that writes a snapshot, beside training. Without it, training waits.
     """
 
     def __init__(
