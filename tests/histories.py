@@ -166,7 +166,7 @@ class History(RuleBasedStateMachine):
         else:
             exchange = island.exchange
             waited = island.member.clock() - exchange.posted_at
-            waited -= exchange.patience
+            waited -= exchange.before_grace
             assert waited < GRACE or island.member.rounds.lacks, (
                 f"{island.name} waits without a reason"
             )

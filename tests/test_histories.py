@@ -62,13 +62,13 @@ def late_loses_its_residual(patch, programs):
 
 
 def counted_is_owed_still(patch, programs):
-    right = programs.shared
+    right = programs.outer_step
 
-    def shared(messages, weights, begun, before):
+    def outer_step(messages, weights, begun, before):
         after, ok = right(messages, weights, begun, before)
         return arithmetic.with_own(after, programs.owed(begun, before)), ok
 
-    patch(programs, "shared", shared)
+    patch(programs, "outer_step", outer_step)
 
 
 def counted_in_its_sleep_is_owed_still(patch, programs):
@@ -176,9 +176,9 @@ def the_store_overwrites(patch, programs):
 
 
 def who_proposes_believes_itself(patch, programs):
-    right = protocol.Rounds.advance
+    right = protocol.Rounds.decide
 
-    def advance(self, round, *waited):
+    def decide(self, round, *waited):
         proposed, create = [], self.store.create
 
         def proposes(key, data):
@@ -189,7 +189,7 @@ def who_proposes_believes_itself(patch, programs):
             decision = right(self, round, *waited)
         return proposed[0] if proposed else decision
 
-    patch(protocol.Rounds, "advance", advance)
+    patch(protocol.Rounds, "decide", decide)
 
 
 def first_message_counts_twice(patch, programs):
@@ -299,8 +299,9 @@ def a_decision_that_reads_broken_counts_for_nobody(patch, programs):
 
 
 def weights_of_one(patch, programs):
-    right = programs.shared
-    patch(programs, "shared", lambda words, weights, *more: right(words, 0 * weights + 1, *more))
+    right = programs.outer_step
+    unweighted = lambda words, weights, *more: right(words, 0 * weights + 1, *more)
+    patch(programs, "outer_step", unweighted)
 
 
 def late_loses_its_weight(patch, programs):

@@ -218,7 +218,7 @@ def test_names_may_be_listed(clock):
         states = ran(members, states, 1, np.ones((1, 2, 6)), clock)
     assert [tuple(own.decided(0).lives), states[0].round] == [NAMES[:2], 1]
     stranger.post(1, words, weight=1.0, digest="")
-    assert tuple(stranger.advance(1, 0.0).lives) == ("cork",)
+    assert tuple(stranger.decide(1, 0.0).lives) == ("cork",)
     with pytest.raises(UnreachableError, match="of round 1 that can't be read: 'cork' is none"):
         own.decided(1)
     # Without the list, or with another one, it is another run.
@@ -418,7 +418,7 @@ def test_a_broken_message_is_left_out(kind):
     one = rounds(store)
     one.post(0, np.uint32([0, 5, 6]), weight=1.0, digest="d")
     with pytest.warns(UserWarning, match=r"eve\.0 is left out"):
-        decision = one.advance(0, 5.0)
+        decision = one.decide(0, 5.0)
     assert [each.name for each in decision.members] == ["adam"]
     (words,) = one.read(decision)
     assert words.tolist() == [0, 5, 6]
@@ -437,10 +437,10 @@ def test_a_broken_message_is_read_again_and_told_once():
     one = rounds(store)
     one.post(0, np.uint32([0, 5, 6]), weight=1.0, digest="d")
     for i in range(40):
-        assert one.advance(0, 0.1 * i) is None
+        assert one.decide(0, 0.1 * i) is None
     assert store.reads == 6  # at looks 1, 2, 4, 8, 16, 32: messages are large
     with pytest.warns(UserWarning, match=r"eve\.0 is left out: it is no object of this version"):
-        assert one.advance(0, 5.0)
+        assert one.decide(0, 5.0)
     assert store.reads == 6
 
 
@@ -451,8 +451,8 @@ def test_a_message_that_reads_broken_once_counts():
     one = rounds(store)
     one.store = link
     one.post(0, np.uint32([0, 5, 6]), weight=1.0, digest="d")
-    assert one.advance(0, 1.0) is None
-    assert list(one.advance(0, 5.0).lives) == ["adam", "eve"]
+    assert one.decide(0, 1.0) is None
+    assert list(one.decide(0, 5.0).lives) == ["adam", "eve"]
 
 
 MEMBER = {"name": "adam", "life": "0", "weight": 1.0, "late": False, "loss": None, "checksum": "0"}
@@ -480,9 +480,9 @@ def test_nobody_goes_by_a_broken_decision(members):
     one = rounds(store)
     one.post(0, np.uint32([0, 5, 6]), weight=1.0, digest="d")
     with pytest.raises(UnreachableError, match=r"can't be read: .* delete it: none has gone by it"):
-        one.advance(0, 9.0)
+        one.decide(0, 9.0)
     store.delete(["decisions/00000000"])
-    assert list(one.advance(0, 9.0).lives) == ["adam"]
+    assert list(one.decide(0, 9.0).lives) == ["adam"]
 
 
 DAMAGES = dict(zip(("empty", "half", "html", "flip"), reference.DAMAGES))
@@ -1536,7 +1536,7 @@ def test_a_round_that_is_over_is_not_decided_again():
     one = rounds(store)
     for round in range(3):
         one.post(round, np.uint32([0, 5, 6]), weight=1.0, digest="d")
-        assert one.advance(round, 5.0)
+        assert one.decide(round, 5.0)
     shown = store.objects.copy()
     for round in range(3):
         del store.objects[f"decisions/0000000{round}"]
@@ -1751,7 +1751,7 @@ def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
     assert state.params.sharding == w.sharding
     assert np.all(np.asarray(state.params) > np.asarray(w))
     arithmetic = train._member.arithmetic
-    assert arithmetic.begin._cache_size() == arithmetic.shared._cache_size() == 1
+    assert arithmetic.begin._cache_size() == arithmetic.outer_step._cache_size() == 1
 
 
 @pytest.mark.slow
@@ -1771,4 +1771,4 @@ def test_a_member_fewer_takes_no_compilation(caplog):
     finally:
         jax.config.update("jax_log_compiles", False)
     assert [report.members for report in one.status().rounds] == [("one", "two"), ("one",)]
-    assert not [text for text in caplog.messages if "Compiling jit(_shared)" in text]
+    assert not [text for text in caplog.messages if "Compiling jit(_outer_step)" in text]

@@ -98,29 +98,29 @@ def largest_sums(
 
 
 def recursive(
-    block: SparseStream, size: int, k: int, teams: Group, *, codec: codecs.Codec
+    block: SparseStream, size: int, k: int, across: Group, *, codec: codecs.Codec
 ) -> tuple[SparseStream, Float[Array, " m"]]:
     """R-SAG: recursive doubling over teams. After each exchange the sum is cut to its k largest.
 
     After exchange t, 2^(t+1) workers hold the same sum and cut the same entries. Each keeps
     2^-(t+1) of these, and of rounding. (The paper's "half" is right for two teams. With more teams
-    it would feed back more than was lost.) `teams` are the workers of equal rank in all teams, a
+    it would feed back more than was lost.) `across` are the workers of equal rank in all teams, a
     power of two.
 
     Rounds: log2(teams). Words received: log2(teams) codec.words(k, size).
     """
-    if teams.size & (teams.size - 1):
+    if across.size & (across.size - 1):
         raise ValueError(
-            f"teams={teams.size} is not a power of two, which gather='recursive' needs: use "
+            f"teams={across.size} is not a power of two, which gather='recursive' needs: use "
             "gather='bruck'"
         )
     discarded = jnp.zeros_like(block.values, shape=(size,))
     holders = 1
-    while holders < teams.size:
+    while holders < across.size:
         rounded = codec.rounded(block, size)
         lost = block._replace(values=(block.values - rounded) / holders)
         discarded = add_to(discarded, lost)
-        message = teams.exchange(codec.encode(block, size), holders)
+        message = across.exchange(codec.encode(block, size), holders)
         block = block._replace(values=rounded)
         arrived = codec.decode(message, block.capacity, size, block.values.dtype)
         holders *= 2
@@ -170,7 +170,7 @@ def bruck(
     block: SparseStream,
     size: int,
     k: int,
-    teams: Group,
+    across: Group,
     state: Adaptation,
     *,
     select: Select,
@@ -179,13 +179,13 @@ def bruck(
     """B-SAG: each worker sends its h largest entries to all teams, and the sum is cut to k.
 
     Messages have one of the capacities of `ladder`, the smallest that holds h entries. It is chosen
-    at run time, so a message has room for at most 1.1 h entries, rounded up. `teams` are the
+    at run time, so a message has room for at most 1.1 h entries, rounded up. `across` are the
     workers of equal rank in all teams. Besides the results of `recursive`, it returns the number of
     entries of the sum before the cut.
 
     Rounds: ceil(log2(teams)). Words received: (teams - 1) codec.words(capacity, size).
     """
-    rungs = ladder(k, teams.size)
+    rungs = ladder(k, across.size)
     h = jnp.round(state.h).astype(jnp.int32)
     sorted_block, _ = largest(block, block.capacity)
     is_sent = jnp.arange(block.capacity) < h
@@ -199,13 +199,13 @@ def bruck(
 
     def gather(capacity: int) -> Array:
         message = codec.encode(SparseStream(*(x[:capacity] for x in leaving)), size)
-        messages = bruck_all_gather(message, teams)
+        messages = bruck_all_gather(message, across)
         decode = lambda words: codec.decode(words, capacity, size, block.values.dtype)
         arrived = jax.vmap(decode)(messages)
         # Add one message after another: within one scatter, duplicates have no order.
         add_next = lambda i, total: add_to(total, jax.tree.map(lambda x: x[i], arrived))
         nothing = jnp.zeros_like(block.values, shape=(size,))
-        return jax.lax.fori_loop(0, teams.size, add_next, nothing)
+        return jax.lax.fori_loop(0, across.size, add_next, nothing)
 
     branches = [lambda capacity=capacity: gather(capacity) for capacity in rungs]
     rung = jnp.sum(h > jnp.array(rungs[:-1], jnp.int32)) if len(rungs) > 1 else 0
@@ -213,7 +213,7 @@ def bruck(
     kept = select(total, k)
     cut = total.at[kept.indices].set(0, mode="drop")
     entries = jnp.count_nonzero(total).astype(jnp.int32)
-    return kept, discarded + cut / teams.size, entries
+    return kept, discarded + cut / across.size, entries
 
 
 def ladder(k: int, teams: int) -> list[int]:

@@ -300,12 +300,12 @@ def place_rows(
     One worker's code, in which the axis is bound, gets one worker's state. So does code in which no
     mesh is known, for `jaxsparse.shard` to spread.
     """
-    is_one, how = wire.is_bound(axis_name), RUNNING.get()
+    is_bound, how = wire.is_bound(axis_name), RUNNING.get()
     is_simulated = workers is not None or (how is not None and how.workers is not None)
-    if is_simulated and axis_name is not None and not is_one:
+    if is_simulated and axis_name is not None and not is_bound:
         return Rows(find_workers((), axis_name, mesh, workers)[0], None, None, None)
     placement, found = place(params, axis_name, mesh, specs)
-    if is_one or found is None or axis_name is None:
+    if is_bound or found is None or axis_name is None:
         return Rows(1, found, None, placement)
     return Rows(found.shape[axis_name], found, axis_name, placement)
 

@@ -232,11 +232,11 @@ def _posted(
     flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
     words, held = [codecs.bits(flag[None]), codecs.bits(dense)], []
     rank = jnp.asarray(rank, jnp.int32)
-    for gradient, b, reducer, zeros in zip(
+    for gradient, b, reducer, needs_zeros in zip(
         gradients, before.buckets, plan.reducers, plan.needs_zeros
     ):
         # A gradient that is not finite must not stay with a worker whose message comes too late.
-        begun = begin(gradient, b, ok, settings, zeros)
+        begun = begin(gradient, b, ok, settings, needs_zeros)
         message, kept = _checked(reducer).encode(joined(begun.residual), b.reducer, rank)
         words.append(message)
         held.append(Posted(begun, kept))
@@ -270,7 +270,7 @@ def _received(
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
-    for own, b, reducer, zeros, size in zip(
+    for own, b, reducer, needs_zeros, size in zip(
         posted, before.buckets, plan.reducers, plan.needs_zeros, plan.sizes
     ):
         reducer = _checked(reducer)
@@ -282,7 +282,7 @@ def _received(
             reduced = deliver(vector, _weighted(reducer, shares, part, size), own.kept, 1)
         if not counts:
             reduced = reduced._replace(kept=Kept(vector, None, reduced.kept.state))
-        mean, now = finish(own.begun, vector, reduced, ok, settings, zeros)
+        mean, now = finish(own.begun, vector, reduced, ok, settings, needs_zeros)
         means.append(mean)
         after.append(select(ok, now, b))
         infos.append(reduced.info)

@@ -100,8 +100,9 @@ def exchange(
         after = _begin_each(gradients, after, ok, plan, settings)
         pending = select(ok, dense, jnp.zeros_like(dense))
     else:
-        # The sums are finite where gradients are. But if the flag reads them, too, XLA keeps less:
-        # with momentum and 16 leaves, by a quarter of a vector.
+        # `begun` is for the flag alone: `_exchange_each` begins again, with `ok`. The sums
+        # are finite where gradients are. But if the flag reads them, too, XLA holds less: with
+        # momentum and 16 leaves, by a quarter of a vector.
         begun = _begin_each(gradients, buckets, True, plan, settings)
         ok, dense_mean = agreed([gradients, [b.residual for b in begun]], dense, axes)
         means, after, infos = _exchange_each(gradients, buckets, ok, plan, settings)
@@ -141,16 +142,16 @@ def _exchange_each(
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
-    for i, (b, reducer, zeros) in enumerate(zip(before, plan.reducers, plan.needs_zeros)):
+    for i, (b, reducer, needs_zeros) in enumerate(zip(before, plan.reducers, plan.needs_zeros)):
         x = b.residual if gradients is None else gradients[i]
         if means:
             x, means[-1] = _after(x, means[-1], axes)
         begun = b._replace(residual=x)
         if gradients is not None:
-            begun = begin(x, b, ok, settings, zeros)
+            begun = begin(x, b, ok, settings, needs_zeros)
         vector = joined(begun.residual)
         reduced = reducer(vector, b.reducer, axis_name=axes.axis_name)
-        mean, own = finish(begun, vector, reduced, ok, settings, zeros)
+        mean, own = finish(begun, vector, reduced, ok, settings, needs_zeros)
         means.append(mean)
         after.append(own)
         infos.append(reduced.info)
@@ -165,7 +166,7 @@ def _begin_each(
     settings: Settings,
 ) -> list[Bucket]:
     each = zip(gradients, before, plan.needs_zeros)
-    return [begin(gradient, b, ok, settings, zeros) for gradient, b, zeros in each]
+    return [begin(gradient, b, ok, settings, needs_zeros) for gradient, b, needs_zeros in each]
 
 
 def begin(
@@ -173,7 +174,7 @@ def begin(
     before: Bucket,
     ok: Bool[Array, ""] | bool,
     settings: Settings,
-    zeros: bool,
+    needs_zeros: bool,
 ) -> Bucket:
     """The bucket of a worker whose residual is then what it has to send. If not `ok`, as before.
 
@@ -182,15 +183,15 @@ def begin(
         before: this worker's state.
         ok: whether gradients are finite.
         settings: see there.
-        zeros: whether the reducer needs zeros, so that `momentum` is that of the mean, and stays.
+        needs_zeros: the reducer's. If so, `momentum` is that of the mean, and stays.
     """
     kept = before.momentum
-    u = corrected(gradient, kept, settings, zeros)
-    if kept is not None and not zeros:
+    u = corrected(gradient, kept, settings, needs_zeros)
+    if kept is not None and not needs_zeros:
         # The exchanged vector is computed from it. Otherwise XLA computes the momentum after the
         # exchange, and keeps two vectors until then.
         kept = u = select(ok, u, kept)
-    x = fed_back(before.residual, summand(gradient, u, kept, settings, zeros), settings)
+    x = fed_back(before.residual, summand(gradient, u, kept, settings, needs_zeros), settings)
     return Bucket(select(ok, x, before.residual), kept, before.reducer)
 
 
@@ -205,7 +206,7 @@ def finish(
     reduced: Reduced,
     ok: Bool[Array, ""],
     settings: Settings,
-    zeros: bool,
+    needs_zeros: bool,
 ) -> tuple[Pieces, Bucket]:
     """The mean of an exchange, and the worker's state after it: momentum is masked where it sent.
 
@@ -223,14 +224,14 @@ def finish(
         reduced: the result of the reducer.
         ok: whether the step counts on all workers.
         settings: see there.
-        zeros: see `begin`.
+        needs_zeros: see `begin`.
     """
     x, momentum, state = begun
     residual, sent, after, indices = reduced.kept
     own = vector if indices is None else vector.at[indices].get(mode="fill", fill_value=0)
     mean = select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
     residual = select(ok, residual, own)
-    is_masked = momentum is not None and not zeros
+    is_masked = momentum is not None and not needs_zeros
     sent = ok & sent if is_masked and sent is not None else None
     shapes = [piece.shape for piece in x]
     if indices is not None and len(x) * indices.size <= vector.size // _PER_ENTRY:
@@ -243,7 +244,7 @@ def finish(
         means, left, sent = cut((mean, residual, sent), shapes)
         if sent is not None:
             momentum = jax.tree.map(_masked, momentum, sent)
-    if zeros:
+    if needs_zeros:
         means, momentum = with_mean_momentum(means, momentum, ok, settings)
     return means, Bucket(left, momentum, select(ok, after, state))
 

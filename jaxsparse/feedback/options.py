@@ -1,7 +1,7 @@
 """Settings declared once: as fields of a dataclass, from which a function derives.
 
 A transformation is a dataclass of settings, with the options that all share among its bases.
-`transformation` makes the function that users call: with the fields as its arguments, which type
+`as_function` makes the function that users call: with the fields as its arguments, which type
 checkers and `help` see, and with the fields' descriptions in its docstring.
 """
 
@@ -103,7 +103,7 @@ class LeafOptions(StepOptions):
     is_dense: IsDense | None = None
 
 
-def transformation(
+def as_function(
     settings: Callable[P, Options], name: str
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
     """The function that makes transformations from settings.

@@ -1,4 +1,9 @@
-"""Error feedback around one reducer or several, as Optax transformations."""
+"""Error feedback around one reducer or several, as Optax transformations.
+
+The way of one gradient: `update` runs `on_device` on rows of all workers (`over_rows`) or, where
+the axis is bound, on one worker's (`_run`). There `exchange` begins buckets (adds gradients),
+calls their reducers (`reduce`: collectives, `deliver`: the mean), and finishes them (residuals).
+"""
 
 import dataclasses
 import itertools
@@ -23,13 +28,13 @@ from jaxsparse.feedback.options import (
     LeafOptions,
     Options,
     StepOptions,
+    as_function,
     check_momentum,
     decay_factor,
     is_delayed,
     is_nesterov,
     part,
     skipped_update,
-    transformation,
 )
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
 from jaxsparse.feedback.rows import check_rows, one_workers, over_rows
@@ -128,7 +133,7 @@ class ErrorFeedback(LeafOptions):
         return _feedback(_one_rule(self.tree_reducer, self.is_dense), self)
 
 
-error_feedback = transformation(ErrorFeedback, "error_feedback")
+error_feedback = as_function(ErrorFeedback, "error_feedback")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +200,7 @@ class Partition(StepOptions):
         return _feedback(by_policy(self.policy, self.default), self)
 
 
-partition = transformation(Partition, "partition")
+partition = as_function(Partition, "partition")
 
 
 def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformationExtraArgs:
@@ -252,11 +257,11 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
             )
         if has_nothing(updates, state):
             return updates, state
-        is_one = wire.is_bound(axis_name)
-        if axis_name is not None and not is_one:
+        is_bound = wire.is_bound(axis_name)  # so this is one worker's code
+        if axis_name is not None and not is_bound:
             updates = split_unreduced(updates, axis_name)
-        one = updates if is_one else one_workers(updates, state, params, axis_name)
-        plan = plan_of(one, Placement.of(state.placement))
+        one_worker = updates if is_bound else one_workers(updates, state, params, axis_name)
+        plan = plan_of(one_worker, Placement.of(state.placement))
 
         def on_device(
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
@@ -273,14 +278,14 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
                 delivered = jax.tree.map(lambda x: jnp.where(done.ok, x, of_skipped), delivered)
             return delivered, store.save(done, state, plan)
 
-        if not is_one:
+        if not is_bound:
             count, found = meshes.find_workers((updates, state), axis_name, mesh, workers)
             check_rows(updates, state, count, axis_name)
         else:
             Axes(axis_name).check(updates)  # behind `plan_of`: errors about the tree come first
         # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
         with jax.disable_jit(False):
-            if not is_one:
+            if not is_bound:
                 return over_rows(
                     *(on_device, updates, state, momentum, found, axis_name, plan.compressed)
                 )

@@ -1,8 +1,8 @@
 """The compiled parts of a round. They know nothing of stores, names and waiting.
 
-What all islands must compute alike is one program, `shared`: all run it, also those whose message
-does not count or that only replay. So they get the same bits, as far as their devices and compilers
-agree. What stays with an island itself comes from other programs.
+What all islands must compute alike is one program, `outer_step`. All run it, also those whose
+message does not count or that only replay. So they get the same bits, as far as their devices and
+compilers agree. What stays with an island itself comes from other programs.
 """
 
 import functools
@@ -71,7 +71,7 @@ class Arithmetic:
         self._put_back = jax.jit(functools.partial(put_back, params))
         self._known: dict[Any, tuple[int, str]] = {}
         self.begin = jax.jit(self._begin)
-        self.shared = jax.jit(self._shared)
+        self.outer_step = jax.jit(self._outer_step)
         self.owed = jax.jit(functools.partial(self._own, counts=False))
         self.sent = jax.jit(functools.partial(self._own, counts=True))
         self.go_on = jax.jit(self._go_on)
@@ -101,7 +101,7 @@ class Arithmetic:
     def describe(self, shared: Shared, own: Any) -> tuple[int, str]:
         """The number of words of a message, and a digest of what islands must have in common.
 
-        That is the program `shared`, what it works on, and the names of arrays. Of `shared` and of
+        That is `outer_step`, what it works on, and the names of arrays. Of `shared` and of
         the island's own parameters shapes and dtypes count alone. Raises ValueError if
         `exchange` is none, or not of one message.
         """
@@ -122,7 +122,7 @@ class Arithmetic:
         messages = jax.ShapeDtypeStruct((2, words), jnp.uint32)
         begun = jax.eval_shape(self._begin, own, shared, 0)
         weights = jax.ShapeDtypeStruct((2,), jnp.float32) if self._weighted else None
-        program = jax.make_jaxpr(self._shared)(messages, weights, begun, shared)
+        program = jax.make_jaxpr(self._outer_step)(messages, weights, begun, shared)
         names = [f"{path} {x.shape} {x.dtype}" for path, x in shared_leaves(shared)]
         text = "\n".join([Digested(program, None, ()).digest, *names])
         return words, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -134,10 +134,10 @@ class Arithmetic:
         return map_marked(place, shared)
 
     def prepare(self, members: int, begun: Begun, before: Shared) -> None:
-        """Compiles `shared` for so many messages, and does not run it."""
+        """Compiles `outer_step` for so many messages, and does not run it."""
         messages = jax.ShapeDtypeStruct((members, begun.words.size), jnp.uint32)
         weights = jax.ShapeDtypeStruct((members,), jnp.float32) if self._weighted else None
-        self.shared.lower(messages, weights, begun, before).compile()
+        self.outer_step.lower(messages, weights, begun, before).compile()
 
     def without_debts(self, shared: Shared) -> Shared:
         """Without anything of this island's own, as it starts."""
@@ -171,7 +171,7 @@ class Arithmetic:
         # island that sent it would wait for a decision without end if no other one makes it.
         return Begun(words, posted, origin, finite & (words[0] == 0))
 
-    def _shared(
+    def _outer_step(
         self,
         messages: UInt32[Array, "members words"],
         weights: Float[Array, " members"] | None,

@@ -96,9 +96,7 @@ class Member:
     """An island's settings, see `Islands`, and what it knows in this life.
 
     Members in one process may share `arithmetic`. `clock` tells seconds, for differences alone.
-    `beside` starts a function that writes a snapshot, beside training. Without it that is called,
-    and waited for. Without `keeps`, which says that it keeps what has not been sent, its late
-    messages would be zeros.
+    `beside` starts a function that writes a snapshot, beside training. Without it, training waits.
     """
 
     def __init__(
@@ -134,7 +132,8 @@ class Member:
         self.totals = 0, 0, 0, 0  # rounds in which it counted, and sent; bytes sent, and received
         self._rounds: Rounds | None = None
         self.settings, self.words = "", 0
-        self.keeps, self.dtypes = True, None
+        self.keeps = True  # whether it keeps what has not been sent. Else it sends nothing late
+        self.dtypes: Any = None
         self.has_joined = False  # whether this life has begun to train, and has not left
         self.is_restored = False  # whether it began from a saved state, whose debts stand
         self.has_counted = False  # whether a message of this life has counted
@@ -299,7 +298,7 @@ class Member:
             self._tell_not_finite(exchange.round)
             state, beside = state._replace(steps=0), 0.0
         if self.weighted:
-            state = state._replace(weight=max(beside, 0.0) + exchange.owed)
+            state = state._replace(weight=max(beside, 0.0) + exchange.owed_weight)
         return state._replace(
             worker=worker, params=shared.params, outer=shared.outer, round=exchange.round
         )
@@ -429,8 +428,8 @@ class Exchange:
         return self.phase in (Phase.OWN, Phase.OWED)
 
     @property
-    def owed(self) -> float:
-        """What of the weight of its steps its next message has."""
+    def owed_weight(self) -> float:
+        """The part of the weight of its steps that its next message still has."""
         has_nothing = self.counted or self.was_sent or not self.member.keeps
         return 0.0 if has_nothing else self.weight
 
@@ -492,7 +491,7 @@ class Exchange:
             self._post()
             self.posted_at, self.post_after = clock(), rounds.grace
         waited = clock() - self.posted_at
-        decision = rounds.advance(self.round, waited - self.patience, self.took)
+        decision = rounds.decide(self.round, waited - self.before_grace, self.took)
         if decision is not None:
             return decision, waited
         if waited < rounds.grace or rounds.is_listed:
@@ -503,8 +502,8 @@ class Exchange:
         raise not_shown(self.member.store, f"the message of round {self.round} that it was given")
 
     @property
-    def patience(self) -> float:
-        """Seconds before the grace begins. What is owed is sent at the start of others' steps."""
+    def before_grace(self) -> float:
+        """Seconds before the grace begins. What is owed is sent as others' steps begin."""
         return self.took if self.phase is Phase.OWED else 0.0
 
     def _post(self) -> None:
@@ -544,7 +543,7 @@ class Exchange:
         weights = None
         if member.weighted:
             weights = np.array([each.weight for each in decision.members], np.float32)
-        after, applied = member.arithmetic.shared(messages, weights, half, before)
+        after, applied = member.arithmetic.outer_step(messages, weights, half, before)
         if begun is None or not counts:
             after = with_own(after, member.arithmetic.owed(half, before))
         if was_sent := self._was_sent_in(decision):

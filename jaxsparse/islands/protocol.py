@@ -172,7 +172,7 @@ class Rounds:
         if known is not None:
             self._decisions[round] = known
 
-    def advance(self, round: int, waited: float, took: float = math.inf) -> Decision | None:
+    def decide(self, round: int, waited: float, took: float = math.inf) -> Decision | None:
         """The decision of a round, which this island makes if it is time. Else None.
 
         It has posted, and `waited` for so many seconds. It waits no longer than its steps of a
@@ -181,12 +181,12 @@ class Rounds:
         It raises UnreachableError if it has made one, and the store shows none, or not the one
         before; or if a quorum needs messages that can't be read.
         """
-        decision = self.decided(round) or self._decide(round, waited, took)
+        decision = self.decided(round) or self._propose(round, waited, took)
         if decision is not None and decision.by == self.name:
             self._see_before(round)
         return decision
 
-    def _decide(self, round: int, waited: float, took: float) -> Decision | None:
+    def _propose(self, round: int, waited: float, took: float) -> Decision | None:
         """Makes a decision if it is time. Returns the one that stands."""
         found = self._posted(round)
         if self._expected[0] != round:

@@ -1,4 +1,10 @@
-"""Training on an island: local steps, and beside them a thread that exchanges with others."""
+"""Training on an island: local steps, and beside them a thread that exchanges with others.
+
+The way of a round: `__call__` makes steps. After `every`, `_begin` has `Member.begin` compute a
+message, and a `RunningExchange` calls `Exchange.advance`: it posts, asks `Rounds.decide`, reads
+what counts, and computes the next round's parameters (`_absorb`, `Arithmetic.outer_step`). After
+`overlap` more steps `_finish` takes these, with the moves made meanwhile (`Member.finish`).
+"""
 
 import math
 import os

@@ -138,8 +138,8 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
                 f"the state was made for another transformation: it is a {type(state).__name__}, "
                 "and no EF21State. Pass the state that init(params) of ef21_sgdm made"
             )
-        is_one = wire.is_bound(axis_name)
-        if is_one:
+        is_bound = wire.is_bound(axis_name)
+        if is_bound:
             wire.Axes(axis_name).check(updates)
             before = PerWorker.unwrap(state.momentum)
         else:  # both have a row for each worker
@@ -163,7 +163,7 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
             lambda g, like: narrow(jnp.where(ok, g, of_skipped), like.dtype), estimate, updates
         )
         steps = state.steps + jnp.where(ok, jnp.uint32(1), jnp.uint32(0))
-        own = PerWorker.wrap if is_one else functools.partial(jax.tree.map, PerWorker)
+        own = PerWorker.wrap if is_bound else functools.partial(jax.tree.map, PerWorker)
         kept = own(wire.varying(kept, axis_name))
         return delivered, EF21State(inner, kept, estimate, steps)
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec
 
 import optax
 
-from jaxsparse.feedback.options import Options, transformation
+from jaxsparse.feedback.options import Options, as_function
 from jaxsparse.reducers.base import Reducer
 
 P = ParamSpec("P")
@@ -46,6 +46,6 @@ def system(
     law: Law = "sums",
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
     """The transformation of a system, which has a row in the table. See `System`."""
-    made = transformation(settings, name)
+    made = as_function(settings, name)
     SYSTEMS[name] = System(made, summary, received, law)
     return made

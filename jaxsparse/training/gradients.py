@@ -226,8 +226,8 @@ def _on_workers(
         # What knows a mesh, or takes the one in context, has to be traced where its axis is manual.
         # Beside inner axes that is even `jax.lax.axis_index`, whose lowering asks for the mesh.
         in_context = not jax.sharding.get_abstract_mesh().empty
-        is_there = constrained or in_context or inner
-        return _manually(one if is_there else as_fun, mesh, axis_name, is_split, inner)(*leaves)
+        needs_mesh = constrained or in_context or inner
+        return _manually(one if needs_mesh else as_fun, mesh, axis_name, is_split, inner)(*leaves)
 
     return run
 
