@@ -175,7 +175,7 @@ def test_unhashable_reducers_are_refused():
 
 @pytest.mark.parametrize("limit", [1, 64, 100, 10**6])
 def test_buckets_of_blocks_hold_whole_blocks(limit):
-    tree = {"a": jnp.zeros((5, 50)), "b": jnp.zeros((4, 50)), "c": jnp.zeros(7)}
+    tree = {"a": jnp.zeros((5, 50)), "b": jnp.zeros((4, 48)), "c": jnp.zeros(7)}
     plan = layout.plan_groups(
         tree,
         [2, 2, 1],
@@ -183,8 +183,9 @@ def test_buckets_of_blocks_hold_whole_blocks(limit):
         alignment={2: 50},
     )
     sizes = [size for size, group in zip(plan.bucket_sizes, plan.groups) if group == 2]
-    assert sum(sizes) == 450
-    assert all(size % 50 == 0 and size <= max(limit, 50) for size in sizes)
+    assert sum(sizes) == 442
+    assert all(size % 50 == 0 for size in sizes[:-1])  # the last one has the rest
+    assert max(sizes) <= max(limit, 50)
     assert len(sizes) == -(-9 // max(1, limit // 50))
     others = [size for size, group in zip(plan.bucket_sizes, plan.groups) if group == 1]
     assert sum(others) == 7

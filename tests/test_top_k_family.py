@@ -38,9 +38,10 @@ def test_gtopk_equals_its_description(where):
 def test_gtopk_keeps_what_its_codec_rounds(workers):
     """Also on workers beyond a power of two, whose entries are replaced at the end."""
     x = np.random.default_rng(workers).normal(size=(workers, 1, SIZE)).astype(np.float32)
+    x[..., ::10] *= 10  # all workers select these, so that sums are rounded, too
     ((_, reduced),) = run(GTopK(0.1, codec=codecs.Packed(), selection="exact"), x)
     kept = workers * reduced.mean[0].astype(np.float64) + reduced.residual.sum(0, dtype=np.float64)
-    np.testing.assert_allclose(kept, x.sum((0, 1), dtype=np.float64), atol=1e-5)
+    np.testing.assert_allclose(kept, x.sum((0, 1), dtype=np.float64), atol=1e-4)
 
 
 @pytest.mark.slow
