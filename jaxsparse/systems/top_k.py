@@ -60,11 +60,12 @@ class _DGC(SystemOptions, TopK):
     d at most. All workers gather and sum them: 2 (W - 1) k words a step in COO.
 
     `momentum` acts before the exchange (momentum correction, section 3.2), and is masked where this
-    worker sent (3.3). Chain an optimizer without momentum behind it, such as `optax.sgd(lr)`. To
-    clip each of W workers' gradients before they are accumulated (3.2), at W**-0.5 times the
-    threshold of their mean, chain Optax's clipping in front of it:
+    worker sent (3.3). Chain an optimizer without momentum behind it, such as `optax.sgd(lr)`, or
+    give `momentum=None`. The paper clips each of W workers' gradients before they are accumulated
+    (3.2), at W**-0.5 times the threshold for their mean:
 
-        tx = optax.chain(optax.clip_by_global_norm(threshold / W**0.5), jaxsparse.dgc(0.001), ...)
+        clip = jaxsparse.per_worker(optax.clip_by_global_norm(threshold / W**0.5))
+        tx = optax.chain(clip, jaxsparse.dgc(0.001), ...)
 
     The paper lowers the density from 25 % over the first four of about 80 epochs (3.3):
 

@@ -43,8 +43,9 @@ def warn_of_chains(program: Jaxpr, gradients: int) -> None:
         _warn(
             "momentum acts twice: in the exchange (momentum=) and behind it, as in "
             "optax.sgd(momentum=) or Adam. Two of 0.9 make updates of SGD 100 times as long as a "
-            "gradient: leave one out (None, since 0.0 keeps a state, too). To have both on "
-            'purpose, filter this warning: warnings.filterwarnings("ignore", "momentum acts twice")'
+            "gradient: leave one out (None, since 0.0 keeps a state, too; dgc has 0.9 by itself). "
+            "To have both on purpose, filter this warning: "
+            'warnings.filterwarnings("ignore", "momentum acts twice")'
         )
     if found.clips_momentum:
         _warn(
