@@ -904,6 +904,10 @@ WRONG = {
         r"the state of exchange and optimizer holds key<fry> at \[1\].rng_key, which snapshots",
     ),
     "no exchange": ({"exchange": optax.sgd(1.0)}, "give an exchange of one message"),
+    "an exchange twice": (
+        {"optimizer": optax.chain(jaxsparse.dense(axis_name=None), optax.sgd(1.0))},
+        "optimizer holds an exchange",
+    ),
     "both in one": (
         {"exchange": optax.chain(jaxsparse.dense(axis_name=None), optax.sgd(1.0))},
         "without an optimizer behind",

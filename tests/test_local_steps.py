@@ -892,6 +892,8 @@ def test_what_is_no_exchange_alone_is_refused():
     for given in ((optimizer, exchange), (both, optimizer), (optimizer, optimizer)):
         with pytest.raises(ValueError, match="is no exchange of this library alone"):
             LocalSteps(walk, *given, 2).init((jnp.zeros(2),))
+    with pytest.raises(ValueError, match="optimizer holds an exchange"):
+        LocalSteps(walk, exchange, both, 2).init((jnp.zeros(2),))
 
 
 @pytest.mark.parametrize(

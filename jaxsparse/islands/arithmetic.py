@@ -23,7 +23,16 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
 from jaxsparse.islands.records import DTYPES
-from jaxsparse.outer.worker import Select, displacement, picked, put_back, replaced, skips, widened
+from jaxsparse.outer.worker import (
+    Select,
+    check_optimizer,
+    displacement,
+    picked,
+    put_back,
+    replaced,
+    skips,
+    widened,
+)
 from jaxsparse.processes.digest import Digested
 
 
@@ -89,6 +98,7 @@ class Arithmetic:
         picked("params", self.pick, state)  # raises
         params = self._widen(self.pick(state))
         outer = self._init_state(params)
+        check_optimizer(outer[1])
         for path, leaf in tree_flatten_with_path(outer)[0]:
             if leaf.dtype.name not in DTYPES:
                 raise ValueError(

@@ -96,6 +96,7 @@ class Worker(NamedTuple):
                 "this library alone: give LocalSteps(step, exchange, optimizer, mesh), such as "
                 'jaxsparse.quantized("int4") and optax.sgd(1.0)'
             )
+        check_optimizer(outer[0][1])
         # Workers go on from the global parameters. With a delay these would lack the moves just
         # exchanged, so that workers would lose them for H steps, and the last ones for ever.
         if any(one.is_delayed for one in states_in(outer)):
@@ -315,6 +316,15 @@ def stepped(step: Step, worker: Any, *args: Any) -> tuple[Any, Any]:
                 f"{_described(after.get(name))}"
             )
     return result
+
+
+def check_optimizer(state: Any) -> None:
+    """Raises ValueError if this is the state of an optimizer that exchanges the mean once more."""
+    if states_in(state):
+        raise ValueError(
+            "optimizer holds an exchange, which would exchange the mean once more: give the "
+            "exchange as exchange, and a plain Optax optimizer, such as optax.sgd(1.0)"
+        )
 
 
 def displacement(params: Any, own: Any) -> Any:

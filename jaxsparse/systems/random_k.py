@@ -42,12 +42,13 @@ class RandomK(SeededReducer):
 
     What waits comes late, as a sum of old gradients, which wants a rate far below dense's. With
     `decay=0` what is not drawn is dropped, as in coordinate descent. Each step then moves the drawn
-    coordinates by what is new. Tune its rate: with momentum here it was mostly 4 to 64 times
-    dense's, and with momentum or a clip behind it starts at dense's. This trained better in nearly
-    all that we tried (`benchmarks/training.py`), but not with under 1 % of the coordinates of a
-    small model, where one run in five failed. `decay=0` also drops the errors of `reducer`, so
-    round with `systems.Quantized()`, which is right on average. The default is the paper's
-    (Definition 2.1): values are not scaled up, and the residual keeps the rest.
+    coordinates by what is new. Tune its rate: with momentum here, or behind Adam, it was mostly 4
+    to 64 times dense's, and before Adam it was dense's. With momentum or a clip behind, begin at
+    dense's. This trained better in nearly all that we tried (`benchmarks/training.py`), but not
+    with under 1 % of the coordinates of a small model, where one run in five failed. `decay=0` also
+    drops the errors of `reducer`, so round with `systems.Quantized()`, which is right on average.
+    The default is the paper's (Definition 2.1): values are not scaled up, and the residual keeps
+    the rest.
 
     CocktailSGD (Wang et al., ICML 2023) is a composition: top-k within random coordinates, in 4
     bits, one step late. If each worker sends a tenth of a fifth of the coordinates, in 4 bits and
