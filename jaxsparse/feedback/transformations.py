@@ -73,8 +73,8 @@ class ErrorFeedback(LeafOptions):
     get the gradient without momentum, because a gradient with momentum would be zero nowhere. Their
     momentum is that of the mean, which is the same if everything is delivered.
 
-    Put it first in an `optax.chain`, behind stateless transformations of the local gradient such as
-    scaling, or behind `jaxsparse.per_worker`. `optax.multi_transform` may treat leaves
+    Put it first in an `optax.chain`, or behind elementwise scaling, or behind what stands in
+    `jaxsparse.per_worker`, such as a clip of each worker's gradient. `optax.multi_transform` may treat leaves
     differently. Three others must not wrap it. `optax.MultiSteps` keeps gradients as if all workers
     had the same: accumulate by a scan inside the step instead. `optax.apply_if_finite` branches on
     a local value, so that workers wait for each other forever; the next paragraph makes it
