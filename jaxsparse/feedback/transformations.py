@@ -74,12 +74,12 @@ class ErrorFeedback(LeafOptions):
     momentum is that of the mean, which is the same if everything is delivered.
 
     Put it first in an `optax.chain`, or behind elementwise scaling, or behind what stands in
-    `jaxsparse.per_worker`, such as a clip of each worker's gradient. `optax.multi_transform` may
-    treat leaves differently. Three others must not wrap it. `optax.MultiSteps` keeps gradients as
-    if all workers had the same: accumulate by a scan inside the step instead.
-    `optax.apply_if_finite` branches on a local value, so that workers wait for each other forever;
-    the next paragraph makes it needless. `optax.masked` never averages the leaves that it leaves
-    out, so that replicas diverge.
+    `jaxsparse.per_worker`, such as a clip of each worker's gradient. `jaxsparse.partition` treats
+    leaves differently; `optax.multi_transform` would hide gradients from it. Three other wrappers
+    must not stand around it. `optax.MultiSteps` keeps gradients as if all workers had the same:
+    accumulate by a scan inside the step instead. `optax.apply_if_finite` branches on a local value,
+    so that workers wait for each other forever; the next paragraph makes it needless.
+    `optax.masked` never averages the leaves that it leaves out, so that replicas diverge.
 
     If a gradient is not finite on any worker, or an uncompressed mean overflows, all workers skip
     the step. The update is zero, and only the `skipped` counter of the state changes. Later
