@@ -2,6 +2,7 @@ r"""Sketched-SGD's headline in small: does a sketch train as well as true top-k,
 
     python benchmarks/sketched_training.py --json benchmarks/results/sketched_training.json
     python benchmarks/sketched_training.py --json FILE --shares --steps 400
+    python benchmarks/sketched_training.py --json FILE --turns --steps 9600
     python benchmarks/sketched_training.py --json FILE --workers 1 4 64 256 --windows 256 \
         --width 32 --steps 50 --first 0.2 --only "sketched 10x" "local top-k 10x"
 
@@ -93,6 +94,27 @@ def shares(size: int) -> dict[str, Row]:
     found["sketched 10x, 3 rows"] = row(jaxsparse.sketched_sgd, 10, rows=3)
     found["sketched 20x, 1 row"] = row(jaxsparse.sketched_sgd, 20, rows=1)
     return found
+
+
+def turns(size: int) -> dict[str, Row]:
+    """What sixty turns decide: the default at 20x, and Table 1's 40x of a transformer in its shape.
+
+    A turn is as many steps as deliver as many entries as there are parameters: d / k of them.
+    """
+    made, k = rows(size), size // 900
+    cols, rows_, P = round(1.8 * k), 15, 16
+    given = {"k": k, "cols": cols, "rows": rows_, "oversampling": P}
+    return {
+        "dense": made["dense"],
+        "sketched 20x": made["sketched 20x"],
+        "true top-k, k of 20x": made["true top-k, k of 20x"],
+        "random-k 20x, decay 0": made["random-k 20x, decay 0"],
+        "sketched, k=d/900": row(jaxsparse.sketched_sgd, **given),
+        "true top-k, k=d/900": row(jaxsparse.true_top_k, k),
+        "random-k, words of k=d/900, decay 0": row(
+            jaxsparse.random_k, (rows_ * cols + P * k) / size, decay=0.0
+        ),
+    }
 
 
 def init(seed: int | jax.Array, width: int) -> Params:
@@ -318,13 +340,15 @@ def main() -> None:
     add("--first", type=float, default=0.1, metavar="RATE", help="the first rate to try")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--only", nargs="+", metavar="ROW", help="rows by name; default: all")
+    add("--turns", action="store_true", help="the rows that long runs decide instead")
     add("--shares", action="store_true", help="the rows of the paper's figure 3 instead")
     add("--workers", type=int, nargs="+", help="see above")
     args = parser.parse_args()
     file, data = File(args.json), words()
     size = sum(x.size for x in init(0, args.width).values())
-    made = rows(size) | shares(size)
-    chosen = {name: made[name] for name in args.only or (shares if args.shares else rows)(size)}
+    made = rows(size) | shares(size) | turns(size)
+    group = shares if args.shares else turns if args.turns else rows
+    chosen = {name: made[name] for name in args.only or group(size)}
     print(f"{size:,} parameters, {len(data[0]):,} words to train on")
     lines = (scaled if args.workers else compare)(chosen, args, data, file)
     print("\n".join(aligned(list(lines), right=range(1, 6))))
