@@ -1,9 +1,13 @@
-"""Run in two processes by test_diagnostics: prints what `check_replicas` says of each case."""
+"""Run in two processes by test_diagnostics: prints what `check_replicas` says of each case.
+
+At last process 0 calls it, and `diagnose`, alone.
+"""
 
 import jax
 import numpy as np
 
 import jaxsparse
+from jaxsparse.processes import group
 
 
 def array(values):
@@ -14,9 +18,9 @@ def array(values):
     return jax.make_array_from_single_device_arrays((3,), everywhere, pieces)
 
 
-def say(name, tree):
+def say(name, tree, call=jaxsparse.check_replicas):
     try:
-        jaxsparse.check_replicas(tree)
+        call(tree)
     except RuntimeError as error:
         print(f"{name}: {str(error).split('. ')[0]}", flush=True)
     else:
@@ -32,6 +36,18 @@ def main():
     say("between", {"w": array([x, x]), "v": array([x + rank, x + rank])})
     # Only process 1 sees this difference on its own devices. Process 0 must not be left waiting.
     say("within", {"w": array([x, x]), "v": array([x, x + rank])})
+    params = {"w": array([x, x])}
+    tx = jaxsparse.top_k(0.5, is_dense=lambda *_: False)
+    params, state = jaxsparse.shard((params, tx.init(params)), params["w"].sharding.mesh)
+    say("together", state, jaxsparse.diagnose)
+    group._SILENT, group.ProcessGroup.limit = 0.2, 1.0
+    both = group.whole_group()
+    if rank == 0:
+        say("alone", params)
+        say("alone", state, jaxsparse.diagnose)
+        both.put("said", "")
+    else:
+        both.get("said", [0], seconds=60)
 
 
 if __name__ == "__main__":

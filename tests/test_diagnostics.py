@@ -159,9 +159,22 @@ class TestReplicas:
         command = [sys.executable, script]
         outcome, lines = in_processes(command, 2, devices=2, timeout=120, env=env)
         assert outcome.status == 0, outcome.report
-        cases = ("equal: ", "between: ", "within: ")  # libraries may print, too
+        cases = "equal: ", "between: ", "within: ", "together: ", "alone: ", "process 0 has"
+        # Libraries may print, too.
         said = [[line for line in each if line.startswith(cases)] for each in lines]
         both = ["equal: equal", "between: leaf['v'] differs between processes 0 and 1"]
-        assert said[0] == [*both, "within: an array differs between devices of process 1"]
-        assert said[1][:-1] == both
-        assert said[1][-1].startswith("within: leaf['v'] differs between ")
+        alone = []
+        for call in ("jaxsparse.check_replicas", "jaxsparse.diagnose"):
+            waited = f"process 0 has waited for others in {call} for"
+            fix = "so all processes must call it, equally often."
+            assert sum(fix in line for line in said[0] if line.startswith(waited)) == 1
+            alone += [f"alone: {waited} 1 s"]
+        assert [line for line in said[0] if not line.startswith("process")] == [
+            *both,
+            "within: an array differs between devices of process 1",
+            "together: equal",
+            *alone,
+        ]
+        assert said[1][:2] == both
+        assert said[1][2].startswith("within: leaf['v'] differs between ")
+        assert said[1][3:] == ["together: equal"]

@@ -9,13 +9,14 @@ stuck elsewhere. Steps themselves do nothing but count.
 
 import contextlib
 import faulthandler
+import logging
 import os
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import Mesh
@@ -27,8 +28,10 @@ _LONGEST = 2**31 - 1  # milliseconds that JAX can wait for a note
 _LOOKS, _PERIOD = 20, 5.0
 _LAST_NOTE = 2.0  # seconds that the end of a watch may take
 _LISTEN = 1.0  # seconds from one look for an announcement to the next, so that signals are heard
+_SILENT = 10.0  # seconds of waiting for another process before a line of the log says so
 _KEPT = 64  # so many announcements, and at most twice as many, are kept for those who lag
 
+_LOG = logging.getLogger("jaxsparse")
 _groups: dict[tuple[int, ...], "ProcessGroup"] = {}
 
 
@@ -52,6 +55,32 @@ class ProcessGroup:
 
     def begin(self, step: str) -> None:
         self._calls, self._step = self._calls + 1, step
+
+    def meet(self, call: str) -> None:
+        """Waits until all members make this call, whose collectives would wait without a word.
+
+        It logs a warning once it has waited for a while, and raises RuntimeError after the limit.
+        """
+        self.begin(call)
+        fix = (
+            f"{call} communicates, so all processes must call it, equally often. Call it outside "
+            "of `if jax.process_index() == 0:`, and print inside"
+        )
+        waiting = f"process {jax.process_index()} has waited for others in {call} for %g s. {fix}"
+        warning = threading.Timer(_SILENT, _LOG.warning, (waiting, _SILENT))
+        warning.daemon = True
+        warning.start()
+        limit = _LONGEST if self.limit is None else min(_LONGEST, max(1, int(1000 * self.limit)))
+        try:
+            compat.shared_store().wait_at_barrier(
+                f"{self._place}/{self._calls} {call}", limit, list(self.members)
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise RuntimeError(f"{waiting % self.limit}. JAX says: {error}") from None
+        finally:
+            warning.cancel()
 
     def topic(self) -> str:
         """A new word for notes. Members that do the same things in the same order get the same."""
@@ -146,6 +175,17 @@ def group_of(mesh: Mesh) -> ProcessGroup | None:
     return _group(tuple(sorted({device.process_index for device in mesh.devices.flat})))
 
 
+def group_with(tree: Any) -> ProcessGroup | None:
+    """The processes that hold the arrays of a tree. None if it is a single one."""
+    arrays = [
+        x
+        for x in jax.tree.leaves(tree)
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    ]
+    devices: set[Any] = {device for x in arrays for device in x.sharding.device_set}
+    return _group(tuple(sorted({device.process_index for device in devices})))
+
+
 def whole_group() -> ProcessGroup | None:
     """All processes of the run. None if it is a single one, or if they can't leave notes."""
     if compat.shared_store() is None:
@@ -154,7 +194,7 @@ def whole_group() -> ProcessGroup | None:
 
 
 def _group(members: tuple[int, ...]) -> ProcessGroup | None:
-    if len(members) == 1 or compat.shared_store() is None:
+    if len(members) < 2 or compat.shared_store() is None:
         return None
     return _groups.setdefault(members, ProcessGroup(members))
 

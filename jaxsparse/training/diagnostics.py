@@ -14,6 +14,7 @@ from jaxsparse.arrays.magnitude import norms
 from jaxsparse.comm import wire
 from jaxsparse.feedback import states_in
 from jaxsparse.feedback.exchange import saturating_sum
+from jaxsparse.processes.group import group_with
 
 
 class Diagnostics(NamedTuple):
@@ -35,7 +36,9 @@ class Diagnostics(NamedTuple):
 def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data") -> Diagnostics:
     """Reports how much was delivered and how much was held back.
 
-    Call it in the step, or by itself now and then: `jax.jit(jaxsparse.diagnose)(opt_state)`.
+    Call it in the step, or by itself now and then: `jaxsparse.diagnose(opt_state)`. Of several
+    processes, all must call it. One that calls it alone, outside of `jax.jit`, logs a warning after
+    ten seconds, and raises an error after those of `jaxsparse.fail_at_once(limit=600)`.
 
     It reads residuals and updates twice and sends a few numbers. It costs nothing if it is not
     called. Bytes are not among the results: `jaxsparse.wire_bytes` reads those of a step from the
@@ -50,6 +53,7 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
 
     Raises:
         ValueError: `state` contains no state of a jaxsparse transformation.
+        RuntimeError: another process did not call it.
     """
     found = states_in(state)
     if not found:
@@ -58,6 +62,8 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
             "pass the optimizer's state, as tx.init made it (after nnx.split, call nnx.merge(...) "
             "first and pass optimizer.opt_state)"
         )
+    if (group := group_with((found, updates))) is not None:
+        group.meet("jaxsparse.diagnose")
     leaves = jax.tree.leaves(updates)
     residuals = jax.tree.leaves([one.residual for one in found])
     if wire.is_bound(axis_name):

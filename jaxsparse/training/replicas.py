@@ -8,6 +8,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.tree_util import keystr
 
+from jaxsparse.processes.group import whole_group
+
 
 def check_replicas(tree: Any) -> None:
     """Raises unless all devices hold equal bits of each replicated array.
@@ -20,11 +22,13 @@ def check_replicas(tree: Any) -> None:
 
     Args:
         tree: arrays as the trainer sees them, such as a `TrainState`. All processes must call it
-            with the same tree.
+            with the same tree. One that calls it alone logs a warning after ten seconds, and raises
+            an error after those of `jaxsparse.fail_at_once(limit=600)`.
 
     Raises:
         RuntimeError: copies differ. All processes raise it. It names the first such array, the
             position and the devices, if this process holds both copies, and the processes if not.
+            Or another process did not call it.
         ValueError: an array is traced, inside a compiled function.
     """
     problems = []
@@ -55,6 +59,8 @@ def check_replicas(tree: Any) -> None:
             names += [name] * len(places)
             digests += [_digest(first.get(place)) for place in places]
     if jax.process_count() > 1:
+        if (group := whole_group()) is not None:
+            group.meet("jaxsparse.check_replicas")
         digests[0][:] = bool(problems)
         problems += _between_processes(names, np.stack(digests))
     if problems:
