@@ -122,8 +122,8 @@ class Plan:
         lines = [self.given, f"dense gradients: {_told(self.dense)}"]
         if self.best is None:
             return "\n".join([*lines, self.answer])
-        lines += [f"{self.best.recipe}: {_told(self.best)}", self.answer, "", self.program, ""]
-        return "\n".join([*lines, f"The cost was measured on {MEASURED}."])
+        lines += [f"{self.best.recipe}: {_told(self.best)}", self.answer, "", self.program]
+        return "\n".join(lines)
 
 
 def plan(
@@ -223,10 +223,16 @@ def plan(
     cheap = [f for f in found if f.cost.most <= nats and f.hours <= most]
     near = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
     best = min(near, key=lambda f: f.cost.nats, default=None)
-    program, answer = "", "Leave your trainer as it is."
+    program = ""
+    answer = (
+        f"Leave your trainer as it is: no recipe that cost at most {nats:g} nats a byte with its "
+        f"spread, on {MEASURED}, saves a tenth of the hours."
+    )
     if best is not None:
-        speedup = f"{dense.hours / best.hours:.3g} times as fast"
-        answer = f"{speedup}, and it costs {best.cost} above dense {optimizer}"
+        answer = (
+            f"{dense.hours / best.hours:.3g} times as fast. It cost {best.cost} above dense "
+            f"{optimizer}, of at most {nats:g}, on {MEASURED}: no prediction for yours."
+        )
         if islands:
             program = best.recipe.on_islands(
                 optimizer, _settings(best, link, workers, step_seconds)
@@ -237,8 +243,8 @@ def plan(
     elif islands:
         least = min(f.cost.most for f in found)
         answer = (
-            f"No recipe of {optimizer} for islands costs {nats:g} nats or less with its spread. "
-            f"The least is {least:.3f}."
+            f"No recipe of {optimizer} for islands cost {nats:g} nats a byte or less with its "
+            f"spread, on {MEASURED}. The least is {least:.3f}."
         )
     given = (
         f"{size + dense_size:,} parameters, {workers} {'islands' if islands else 'workers'}, "
