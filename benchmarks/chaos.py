@@ -7,20 +7,10 @@
 
 Four islands (examples/islands/island.py), each a process, meet at moto's S3 server by HTTP. Between
 each island and the server stands a proxy with a rate each way (links.py). After all have taken part
-in a round, the story begins. Each `--period` seconds it strikes once, for `--away` seconds:
-
-    calm    nothing happens
-    kill    an island gets SIGKILL, and is started again
-    stop    an island gets SIGSTOP, and SIGCONT
-    links   the proxies get SIGKILL, and are started again: no island reaches the store meanwhile
-    half    an island gets SIGKILL, and the first halves of messages stand in the open round: one in
-            its name, and one in the name of a stranger. It is started again
-    disk    an island can't write what is as long as a message (RLIMIT_FSIZE), as on a full disk.
-            For that islands meet in a folder, which no proxy counts or slows down
-    slow    one island is three times as slow from the start
-
-The islands are struck in an order that `--seed` draws, as it draws batches. In the end all leave,
-at SIGTERM. Each run is a line of `chaos.jsonl`.
+in a round, the story begins, which strikes once each `--period` seconds. results/islands.md tells
+the stories. (For "disk" islands meet in a folder, which no proxy counts or slows down.) The islands
+are struck in an order that `--seed` draws, as it draws batches. In the end all leave, at SIGTERM.
+Each run is a line of `chaos.jsonl`.
 
 Islands tell each step: the round that they are in, and how many steps they have made since their
 last message. Decisions say in which rounds a message of a life counted. (A life is a process of an
@@ -33,7 +23,6 @@ import argparse
 import bisect
 import collections
 import contextlib
-import importlib
 import importlib.util
 import itertools
 import json
@@ -47,7 +36,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +48,6 @@ import timing
 from jaxsparse.islands import Store
 from jaxsparse.islands.protocol import decision_key, list_posted, list_rounds
 from jaxsparse.islands.records import Decision
-from jaxsparse.planner.units import bytes_per_second
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "islands"
 # By a name of its own, because other folders have a run.py, too.
@@ -67,9 +55,9 @@ _spec: Any = importlib.util.spec_from_file_location("islands_run", EXAMPLE / "ru
 run: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(run)
 
-LENGTH = 64  # tokens of a window, as in island.py
-EVERY, OVERLAP, LR = 10, 5, 0.01  # of islands: local steps in a round, those beside an exchange
-POLL, ALONE = 0.2, 10_000  # seconds between looks at the store; steps without it
+NAMES = run.NAMES[:4]
+TOKENS = 8 * 64  # of a step: windows, and their length in island.py
+RATE = 12.5e6  # bytes a second, of each link, each way
 PATIENCE = 600.0  # seconds in which all islands must have taken part
 
 
@@ -100,22 +88,19 @@ class Deed(NamedTuple):
     name: str
 
 
-def victims(names: Sequence[str], seed: int) -> list[str]:
+def victims(seed: int) -> list[str]:
     """The islands in the order in which they are struck. Then it begins again."""
-    return [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
+    return [NAMES[i] for i in np.random.default_rng(seed).permutation(len(NAMES))]
 
 
-def deeds(
-    story: Story, names: Sequence[str], *, seconds: float, period: float, away: float, seed: int
-) -> list[Deed]:
+def deeds(args: argparse.Namespace) -> list[Deed]:
     """All that is done in a run. What has no time to recover is left out."""
-    if not story.strike:
-        return []
+    strike, recover, away = STORIES[args.story]
     found: list[Deed] = []
-    order = ["all"] if story.strike == "cut" else victims(names, seed)
-    for i in range(int((seconds - away) // period)):
-        at, name = (i + 1) * period, order[i % len(order)]
-        found += [Deed(at, story.strike, name), Deed(at + away, story.recover, name)]
+    order = ["all"] if strike == "cut" else victims(args.seed)
+    for i in range(int((args.seconds - away) // args.period) if strike else 0):
+        at, name = (i + 1) * args.period, order[i % len(order)]
+        found += [Deed(at, strike, name), Deed(at + away, recover, name)]
     return found
 
 
@@ -152,14 +137,6 @@ class Struck(NamedTuple):
     end: float
 
 
-class Stall(NamedTuple):
-    """The longest call of a training step, less the usual one."""
-
-    seconds: float
-    name: str
-    time: float
-
-
 def by_life(steps: Iterable[Step]) -> dict[str, list[Step]]:
     lives: dict[str, list[Step]] = collections.defaultdict(list)
     for step in steps:
@@ -189,43 +166,37 @@ def counted_by_round(
     return counted
 
 
-def longest_stall(steps: Iterable[Step], struck: Sequence[Struck] = ()) -> Stall:
-    """The longest stall of islands that no failure struck.
+def longest_stall(steps: Iterable[Step], struck: Sequence[Struck]) -> float:
+    """The longest call of a step, less the usual one, of islands that no failure struck: seconds.
 
     The first round of each life is left out, with its end: programs are compiled then. So is the
     time in which an island is struck, up to the end of the round in which it goes on.
     """
-    kept: dict[str, list[Step]] = collections.defaultdict(list)
+    kept: dict[str, list[float]] = collections.defaultdict(list)
     for own in by_life(steps).values():
-        first, blows = own[0].round, [one for one in struck if one.name == own[0].name]
-        waits_in: int | None = first  # the round whose end it has to see
+        blows = [one for one in struck if one.name == own[0].name]
+        waits_in: int | None = own[0].round  # the round whose end it has to see
         for step in own:
             if any(b.start <= step.time and step.time - step.seconds <= b.end for b in blows):
                 waits_in = step.round
             elif waits_in is None:
-                kept[step.name].append(step)
+                kept[step.name].append(step.seconds)
             elif step.round > waits_in:
                 waits_in = None
-    stalls = [
-        Stall(max(step.seconds - usual, 0.0), name, step.time)
-        for name, own in kept.items()
-        for usual in [float(np.median([step.seconds for step in own]))]
-        for step in own
-    ]
-    return max(stalls, default=Stall(float("nan"), "", 0.0))
+    stalls = (max(seconds) - float(np.median(seconds)) for seconds in kept.values())
+    return max(stalls, default=float("nan"))
 
 
-def curve(events: Iterable[Mapping[str, Any]], counted: Mapping[int, int], tokens: int) -> Points:
+def curve(events: Iterable[Mapping[str, Any]], counted: Mapping[int, int]) -> Points:
     """Held-out losses after rounds, over the tokens that have counted by then.
 
     Args:
         events: what islands told of rounds, with the loss at the start of round `at`.
         counted: steps by round, see `counted_by_round`.
-        tokens: of a step.
     """
     losses = {e["at"] - 1: e["held_out"] for e in events}
     total = dict(zip(counted, itertools.accumulate(counted.values())))
-    return [(tokens * total[round], losses[round]) for round in total if round in losses]
+    return [(TOKENS * total[round], losses[round]) for round in total if round in losses]
 
 
 def thinned(points: Points, most: int = 60) -> Points:
@@ -251,46 +222,30 @@ def mean_above(points: Points, calm: Points) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-HEADS = (
-    *("story", "seed", "minutes", "load", "failures", "rounds", "longest stall"),
-    *("steps that count", "of calm's a second", "equal", "held-out loss", "above calm"),
-    *("second half", "M tokens", "MB", "requests", "ended"),
-)
-
-
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """Runs as Markdown. The calm run to compare with has the same settings and the same seed."""
-    rows = [timing.head(*HEADS)]
+    heads = ("story", "seed", "failures", "rounds", "longest stall", "steps that count")
+    rows = [
+        timing.head(*heads, "of calm's a second", "equal", "above calm", "second half", "requests")
+    ]
     rate = lambda line: line["counted"] / line["seconds"]  # of all islands together
-    same = ("seed", "settings", "rate", "pause")
-    like = lambda line: [line.get("job", "islands"), *(line[key] for key in same)]
+    like = lambda line: [line[key] for key in ("seed", "settings", "pause")]
     for line in lines:
+        is_calm = line["story"] == "calm"
         calm = [one for one in lines if one["story"] == "calm" and like(one) == like(line)]
         curves: list[Points] = [one["curve"] for one in calm if one["curve"]]
         most: Points = max(curves, key=lambda points: points[-1][0], default=[])
         longest = max(calm, key=lambda one: one["seconds"], default=None)
-        differences = [
-            None if line["story"] == "calm" else found(line["curve"], most)
-            for found in (above, mean_above)
-        ]
+        differences = [None if is_calm else f(line["curve"], most) for f in (above, mean_above)]
         rows.append(
             timing.row(
-                line["story"] + (", synchronous" if line.get("job") == "synchronous" else ""),
-                line["seed"],
-                f"{line['seconds'] / 60:.1f}",
-                f"{line['load']:.1f} on {line['cores']}",
-                line["failures"],
-                line["rounds"],
+                *(line["story"], line["seed"], line["failures"], line["rounds"]),
                 f"{line['stall']:.1f} s",
                 f"{100 * line['counted'] / line['made']:.1f} %",
                 "" if longest is None else f"{100 * rate(line) / rate(longest):.1f} %",
                 "yes" if not line["unlike"] else f"not in {line['unlike']}",
-                f"{line['curve'][-1][1]:.3f}" if line["curve"] else "",
                 *("" if x is None else f"{x:+.3f}" for x in differences),
-                f"{line['tokens'] / 1e6:.3f}",
-                "" if line["megabytes"] is None else f"{line['megabytes']:.3f}",
                 "" if line["requests"] is None else f"{line['requests']:.1f}",
-                ", ".join(line["ended"]) or "well",
             )
         )
     return "\n".join(rows)
@@ -331,16 +286,16 @@ class Processes:
 class Server:
     """moto's S3 server with a bucket, and a proxy for each island."""
 
-    def __init__(self, processes: Processes, folder: Path, islands: int, rate: float) -> None:
+    def __init__(self, processes: Processes, folder: Path) -> None:
         self._processes, self._counts = processes, folder / "counts"
-        self.port, *self._ports = free_ports(1 + islands)
+        self.port, *self._ports = free_ports(1 + len(NAMES))
         self.url, self._end = "s3://runs/chaos", f"http://127.0.0.1:{self.port}"
-        self._rate, quiet = rate, {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         processes.start(["-m", "moto.server", "--port", self.port], **quiet)
         answers(self.port)
         bucket = urllib.request.Request(f"{self._end}/runs", method="PUT")
         urllib.request.urlopen(bucket).close()
-        self.counts = links.counts_in(self._counts, islands)
+        self.counts = links.counts_in(self._counts, len(NAMES))
         self.mend()
 
     def cut(self) -> None:
@@ -348,7 +303,7 @@ class Server:
         self._links.wait()
 
     def mend(self) -> None:
-        flags = ("--to", self.port, "--rate", self._rate, "--counts", self._counts)
+        flags = ("--to", self.port, "--rate", RATE, "--counts", self._counts)
         self._links = self._processes.start([links.__file__, *flags, "--ports", *self._ports])
         for port in self._ports:
             answers(port)
@@ -359,13 +314,13 @@ class Server:
         config = {**keys, "endpoint": self._end}
         return Store(self.url, config=config, client_options={"allow_http": True})
 
-    def environment(self, island: int) -> dict[str, str]:
+    def environment(self, name: str) -> dict[str, str]:
         return {
             "AWS_ACCESS_KEY_ID": "any",
             "AWS_SECRET_ACCESS_KEY": "any",
             "AWS_REGION": "us-east-1",
             "AWS_ALLOW_HTTP": "true",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports[island]}",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports[NAMES.index(name)]}",
         }
 
 
@@ -395,26 +350,17 @@ class Chaos:
 
     def __init__(self, args: argparse.Namespace, processes: Processes, folder: Path) -> None:
         self._args, self._processes = args, processes
-        self.names = run.NAMES[: args.islands]
-        self.server: Server | None = None
-        if args.over == "s3":
-            self.server = Server(processes, folder, args.islands, args.rate)
-            self._url, self.store = self.server.url, self.server.store()
-        else:
-            self._url = str(folder / "store")
-            self.store = Store(self._url)
+        self.server = None if args.story == "disk" else Server(processes, folder)
+        self._url = str(folder / "store") if self.server is None else self.server.url
+        self.store = Store(self._url) if self.server is None else self.server.store()
         self._cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "cache"))
-        self._log = args.log.open("ab") if args.log else (folder / "log").open("ab")
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._readers: list[threading.Thread] = []
         self.steps: list[Step] = []
         self.events: list[dict[str, Any]] = []
         self.struck: list[Struck] = []
-        self.ended: list[str] = []
-        self.began = 0.0  # of the story
 
     def start(self, name: str, pause: float) -> None:
-        args, server = self._args, self.server
         env = os.environ | {
             "NPROC": "1",
             # An island that is started again has compiled programs, as on a machine of its own.
@@ -422,23 +368,24 @@ class Chaos:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-        if server is not None:
-            env |= server.environment(self.names.index(name))
-        command = [EXAMPLE / "island.py", "--name", name, "--store", self._url]
-        flags = settings_of(args) | {
-            "poll": POLL,
-            "alone": ALONE,
-            "quorum": args.quorum,
-            "seed": args.seed,
+        if self.server is not None:
+            env |= self.server.environment(name)
+        flags = settings_of(self._args) | {
+            "name": name,
+            "store": self._url,
+            "poll": 0.2,
+            "alone": 10_000,  # steps without the store
+            "quorum": 2,
+            "seed": self._args.seed,
             "rounds": 10**9,
             "pause": pause,
             # A pipe, so that an island that can't write to files still tells what it does.
             "events": "/dev/stdout",
             "steps": "/dev/stdout",
         }
-        command += [text for flag, value in flags.items() for text in (f"--{flag}", value)]
+        command = [text for flag, value in flags.items() for text in (f"--{flag}", value)]
         process = self._processes.start(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [EXAMPLE / "island.py", *command], env=env, stdout=subprocess.PIPE
         )
         self._running[name] = process
         self._readers.append(threading.Thread(target=self._read, args=(process,), daemon=True))
@@ -447,11 +394,7 @@ class Chaos:
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            if not line.startswith(b"{"):
-                self._log.write(line)
-                self._log.flush()
-                continue
-            # The last line of one that is killed may be cut.
+            # The last line of one that is killed may be cut. Others are for people.
             with contextlib.suppress(ValueError):
                 fields = json.loads(line)
                 if "held_out" in fields:
@@ -460,56 +403,47 @@ class Chaos:
                     self.steps.append(Step(**fields))
 
     def look(self) -> None:
-        """Notes islands that have ended."""
+        """Tells of islands that have ended."""
         for name, process in list(self._running.items()):
             if process.poll() is not None:
                 del self._running[name]
-                self.ended.append(f"{name} with {process.returncode}")
                 print(f"{name} ended with status {process.returncode}", flush=True)
-        if not self._running:
-            raise SystemExit(f"all islands have ended: see {self._log.name}")
 
-    def wait_for(self, is_so: Callable[[list[Step]], bool]) -> None:
+    def wait_for(self, names: Iterable[str]) -> None:
+        """Waits until these islands have ended a round."""
         end = time.monotonic() + PATIENCE
-        while not is_so(self.steps[:]):
+        while not set(names) <= past_a_round(self.steps[:]):
             self.look()
-            if time.monotonic() > end:
-                raise SystemExit(f"islands made no round in {PATIENCE:g} s: see {self._log.name}")
+            if not self._running or time.monotonic() > end:
+                raise SystemExit(f"islands ended, or made no round in {PATIENCE:g} s")
             time.sleep(0.1)
 
     def begin(self) -> None:
         """Starts all islands, and waits until each has ended a round."""
         args = self._args
-        slow = victims(self.names, args.seed)[0] if args.story == "slow" else None
-        others = [name for name in self.names if name != slow]
+        slow = victims(args.seed)[0] if args.story == "slow" else None
+        others = [name for name in NAMES if name != slow]
         for name in others:
             self.start(name, args.pause)
-        self.wait_for(lambda steps: set(others) <= past_a_round(steps))
+        self.wait_for(others)
         if slow is not None:
             compute = float(np.median([step.seconds for step in self.steps]))
             self.start(slow, 3 * args.pause + 2 * compute)
-            self.wait_for(lambda steps: set(self.names) <= past_a_round(steps))
+            self.wait_for(NAMES)
 
     def play(self) -> float:
         """Does all that the story has. Returns the seconds that it took."""
-        args = self._args
-        began, self.began = time.monotonic(), time.time()
-        for deed in [*self.deeds(), Deed(args.seconds, "", "")]:
+        began = time.monotonic()
+        for deed in [*deeds(self._args), Deed(self._args.seconds, "", "")]:
             while time.monotonic() < began + deed.time:
                 self.look()
                 time.sleep(min(0.1, max(0.0, began + deed.time - time.monotonic())))
             if deed.what:
                 print(f"{deed.time:.0f} s: {deed.what} {deed.name}", flush=True)
-                self.do(deed, args.away)
+                self.do(deed.what, deed.name)
         return time.monotonic() - began
 
-    def deeds(self) -> list[Deed]:
-        args = self._args
-        times = {"seconds": args.seconds, "period": args.period, "away": args.away}
-        return deeds(STORIES[args.story], self.names, **times, seed=args.seed)
-
-    def do(self, deed: Deed, away: float) -> None:
-        name, what = deed.name, deed.what
+    def do(self, what: str, name: str) -> None:
         if what == "start":
             self.start(name, self._args.pause)
         elif what in ("cut", "mend"):
@@ -524,13 +458,13 @@ class Chaos:
             process.wait()
             if what == "half":
                 self._put_halves(name, life)
-        elif what in ("stop", "go on"):
+        elif what == "stop":
             now = time.time()
-            if what == "stop":
-                self.struck.append(Struck(name, now, now + away))
-            else:
-                self.struck[-1] = self.struck[-1]._replace(end=now)
-            self._running[name].send_signal(signal.SIGSTOP if what == "stop" else signal.SIGCONT)
+            self.struck.append(Struck(name, now, now + STORIES["stop"].away))
+            self._running[name].send_signal(signal.SIGSTOP)
+        elif what == "go on":
+            self.struck[-1] = self.struck[-1]._replace(end=time.time())
+            self._running[name].send_signal(signal.SIGCONT)
         elif what in ("full", "free"):
             pid = self._running[name].pid
             _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
@@ -564,12 +498,7 @@ class Chaos:
         end = time.monotonic() + 2 * self._args.grace + 20
         while self._running and time.monotonic() < end:
             time.sleep(0.1)
-            for name, process in list(self._running.items()):
-                if process.poll() is not None:
-                    del self._running[name]
-                    # One that is still starting ends at once.
-                    if process.returncode not in (0, -signal.SIGTERM):
-                        self.ended.append(f"{name} with {process.returncode}")
+            self.look()
         for process in self._running.values():
             process.kill()
         for reader in self._readers:
@@ -587,108 +516,63 @@ class Chaos:
 
 def past_a_round(steps: Sequence[Step]) -> set[str]:
     """The islands that have ended a round."""
-    firsts: dict[str, int] = {}
-    for step in steps:
-        firsts.setdefault(step.life, step.round)
-    return {step.name for step in steps if step.round > firsts[step.life]}
+    lives = by_life(steps).values()
+    return {own[0].name for own in lives if own[-1].round > own[0].round}
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """What the loss at a number of tokens depends on without failures, and the grace."""
-    given = {key: getattr(args, key) for key in ("grace", "batch", "width")}
-    return {"every": EVERY, "overlap": OVERLAP, "lr": LR, **given}
+    inner = {"every": 10, "overlap": 5, "lr": 0.01}
+    return {**inner, "grace": args.grace, "batch": 8, "width": 64}
 
 
 def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, Any]:
     """A run's line."""
     steps, events, decisions = chaos.steps, chaos.events, chaos.decisions()
     counted = counted_by_round(steps, decisions)
-    stall = longest_stall(steps, chaos.struck)
-    usual = float(np.median([step.seconds for step in steps]))
-    points = curve(events, counted, LENGTH * args.batch)
+    points = curve(events, counted)
     sent = sum(e["sent"] > 0 for e in events)
     counts = None if chaos.server is None else chaos.server.counts.sum(axis=0)
     return {
-        **{key: getattr(args, key) for key in ("story", "seed", "islands", "pause", "period")},
-        **{key: getattr(args, key) for key in ("away", "over", "rate", "quorum")},
+        **{key: getattr(args, key) for key in ("story", "seed", "pause", "period")},
         **{"seconds": round(seconds, 1), "load": round(os.getloadavg()[1], 1)},
         **{"cores": os.cpu_count(), "jax": jax.__version__},
         "settings": settings_of(args),
-        "failures": sum(deed.what == STORIES[args.story].strike for deed in chaos.deeds()),
+        "failures": sum(deed.what == STORIES[args.story].strike for deed in deeds(args)),
         "rounds": len(decisions),
-        "usual": round(usual, 4),
-        "stall": round(stall.seconds, 2),
-        "stalled": f"{stall.name} at {stall.time - chaos.began:.0f} s",
+        "stall": round(longest_stall(steps, chaos.struck), 2),
         "made": len(steps),
         "counted": sum(counted.values()),
-        "tokens": LENGTH * args.batch * sum(counted.values()),
         "unlike": [r for r, found in sorted(run.digests_of(events).items()) if len(found) > 1],
         "megabytes": None if counts is None else round(float(counts[:2].sum()) / sent / 1e6, 4),
         "requests": None if counts is None else round(float(counts[2]) / sent, 2),
-        "ended": chaos.ended,
         "curve": [(round(x), round(y, 4)) for x, y in thinned(points)],
     }
 
 
-def runs(path: Path) -> list[dict[str, Any]]:
-    """The runs that stand in a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def options() -> argparse.ArgumentParser:
+def main() -> None:
     parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--story", choices=STORIES, help="what happens")
     add("--seed", type=int, default=0, help="of batches, and of the order of victims")
-    add(
-        "--seconds", type=float, help="length of the story (1200); with --show: runs of this length"
-    )
-    add("--period", type=float, default=120.0, help="seconds from one failure to the next")
-    add("--away", type=float, help="seconds that it lasts (kill, half: 20, links: 30, else 60)")
-    add("--islands", type=int, default=4, choices=range(2, len(run.NAMES) + 1))
-    add("--over", choices=("s3", "folder"), help="where islands meet (s3, but disk: folder)")
-    add("--rate", default="100mbit", help="of each link, each way: 100mbit, 1Gbit")
-    add("--quorum", type=int, default=2, help="least number of islands in a round")
-    add("--grace", type=float, default=5.0, help="seconds to wait for those that are late")
+    add("--seconds", type=float, default=1200.0, help="length of the story (1200)")
+    add("--period", type=float, default=120.0, help="seconds from one failure to the next (120)")
+    add("--grace", type=float, default=5.0, help="seconds to wait for those that are late (5)")
     add("--pause", type=float, default=0.0, help="seconds that all islands sleep in each step")
-    add("--batch", type=int, default=8, help="windows in a step")
-    add("--width", type=int, default=64, help="of the transformer")
     add("--jsonl", type=Path, default=Path(__file__).with_suffix(".jsonl"), help="results")
-    add("--log", type=Path, help="append what islands print to this file")
     add("--show", action="store_true", help="the table of all runs, and no run")
-    return parser
-
-
-def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """Fills in what was left out. Ends with an error if flags do not fit together."""
+    args = parser.parse_args()
+    runs = lambda: [json.loads(line) for line in args.jsonl.read_text().splitlines()]
+    if args.show:
+        print(table(runs()))
+        return
     if args.story is None:
         parser.error(f"give --story ({', '.join(STORIES)}), or --show")
-    story = STORIES[args.story]
-    args.seconds = 1200.0 if args.seconds is None else args.seconds
-    args.away = story.away if args.away is None else args.away
-    args.over = args.over or ("folder" if args.story == "disk" else "s3")
-    args.rate = bytes_per_second(args.rate)
-    if args.quorum > args.islands:
-        parser.error(f"--quorum {args.quorum} is more than --islands {args.islands}")
-    if story.strike and not (args.away < args.period <= args.seconds - args.away):
-        parser.error(f"give --away {args.away:g} < --period <= --seconds less --away")
-    if (args.story, args.over) in (("links", "folder"), ("disk", "s3")):
-        parser.error(f"--story {args.story} is not possible with --over {args.over}")
-    if args.over == "s3" and importlib.util.find_spec("moto") is None:
-        parser.error("--over s3 needs a server: pip install 'moto[server]', or take --over folder")
-    return args
-
-
-def main() -> None:
-    parser = options()
-    args = parser.parse_args()
-    if args.show:
-        if not args.jsonl.exists():
-            parser.error(f"--jsonl {args.jsonl} is not there: run stories first")
-        is_wanted = lambda x: args.seconds is None or abs(x["seconds"] - args.seconds) < 1
-        print(table([line for line in runs(args.jsonl) if is_wanted(line)]))
-        return
-    args = checked(parser, args)
+    strike, _, away = STORIES[args.story]
+    if strike and not (away < args.period <= args.seconds - away):
+        parser.error(f"--story {args.story} needs {away:g} < --period <= --seconds - {away:g}")
+    if args.story != "disk" and importlib.util.find_spec("moto") is None:
+        parser.error("a story but disk needs a server: pip install 'moto[server]'")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     processes = Processes()
@@ -703,7 +587,7 @@ def main() -> None:
             processes.end()
     with args.jsonl.open("a") as file:
         file.write(json.dumps(line) + "\n")
-    rows = table(runs(args.jsonl)).splitlines()
+    rows = table(runs()).splitlines()
     print(*rows[:2], rows[-1], sep="\n")
 
 

@@ -5,12 +5,11 @@
 
 Stages run in this order: tests (pytest, chosen for one device), repeats (decodes are bitwise the
 same at each run), kernels (times beside their memory traffic), steps (whole updates of simulated
-workers), forms (kernels that CPU and GPU have different forms of, in the form of the other).
-Each has a process of its own, so that one that hangs or runs out of memory costs no more than its
-share of the time. The command names everything that it has no time for. Its exit code is 1 if a
-test failed, replicas would drift apart, or something broke. It needs no installation of jaxsparse,
-and torch only for its own rows. On a CPU programs are compiled fast, not to run fast: such a run
-shows that the command works.
+workers). Each stage and each suite of tests has a process of its own, so that one that hangs or
+runs out of memory costs no more than its share of the time. The command names everything that it
+has no time for. Its exit code is 1 if a test failed, replicas would drift apart, or something
+broke. It needs no installation of jaxsparse, and torch only for its own rows. On a CPU programs
+are compiled fast, not to run fast: such a run shows that the command works.
 """
 
 import argparse
@@ -26,15 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Shares of the time that is left when a stage starts. Later stages get what it does not need.
-SHARES = {"tests": 0.4, "repeats": 0.3, "kernels": 0.6, "steps": 0.7, "forms": 1.0}
-_LEAST = 8.0  # seconds: no stage starts if less time is left
-_REPORT = 2.0  # seconds for the tables at the end
+SHARES = {"tests": 0.4, "repeats": 0.3, "kernels": 0.6, "steps": 1.0}
+_LEAST = 8.0  # seconds: nothing starts if less time is left
 
 # Leaves out variants over devices, other settings of the process, and tests that need no chip.
 _ONE_DEVICE = (
@@ -71,33 +69,21 @@ SUITES: dict[str, list[str]] = {
 Record = dict[str, Any]
 
 
-def exponent(text: str) -> int:
-    """E, for vectors of 2^E elements: at least a block of 256, and few enough for int32 indices."""
-    if not text.isdecimal() or not 8 <= int(text) <= 30:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an int from 8 to 30: 20 is 2^20")
-    return int(text)
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, suites = parser.add_argument, list(SUITES)
+    exponent: dict[str, Any] = {"type": int, "choices": range(8, 31), "metavar": "E"}  # of 2^E
     add("--platform", choices=["gpu", "cpu"], default="gpu")
     add("--minutes", type=float, default=9, help="after which it has ended (9)")
     add("--stages", nargs="+", choices=SHARES, default=list(SHARES), help="those to run (all)")
     add("--only", nargs="+", metavar="WORD", help="of the stages but tests: what has one in it")
     add("--suites", nargs="+", choices=suites, default=suites, help="of tests (all)")
-    add(
-        "--sizes",
-        type=exponent,
-        nargs="+",
-        metavar="E",
-        default=[27, 22, 16, 24, 20, 28, 18],
-        help="of the kernels' vectors: 2^E elements, the first ones first (27 22 16 24 20 28 18)",
-    )
+    add("--sizes", nargs="+", default=[27, 22, 16, 24, 20, 28, 18], **exponent,
+        help="of the kernels' vectors: 2^E elements, the first ones first")  # fmt: skip
     add("--repeats", type=int, default=20, help="of each decode (20)")
-    add("--repeat-size", type=exponent, metavar="E", default=18, help="of decodes: 2^E (18)")
+    add("--repeat-size", default=18, help="of decodes: 2^E (18)", **exponent)
     add("--params", type=int, default=100_000_000, help="of an update, if they fit (100_000_000)")
     add("--json", metavar="FILE", help="also write all results here")
     # Flags of a process that runs one stage.
@@ -136,61 +122,36 @@ def environment(platform: str) -> dict[str, str]:
     return defaults | os.environ | given
 
 
-def end_group(process: subprocess.Popen) -> None:
-    """Ends a process, if it still runs, and all that it started, which form one session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def status_of(command: list[str], platform: str, seconds: float) -> int | None:
+    """Runs a process, and ends it and all that it started. Its status, or None if it was late."""
+    env = environment(platform)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def run_process(args: argparse.Namespace, name: str, seconds: float, records: Path) -> list[Record]:
-    """Runs a stage in its own process, ends it if it is late, and reads the rows that it wrote."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--stage", name]
+def outcome(what: str, status: int | None) -> Record:
+    """What is told of a process beside its own rows."""
+    if status is None:
+        return {"skipped": f"the rest of {what}, for lack of time"}
+    return {"failed": what, "why": f"its process ended with {status}"} if status else {}
+
+
+def run_stage(args: argparse.Namespace, name: str, seconds: float, records: Path) -> list[Record]:
+    """Runs a stage in its own process, and reads the rows that it wrote."""
+    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--stage", name]
     # A little less than the time after which it is ended.
     command += ["--seconds", str(max(1.0, seconds - 4)), "--records", str(records)]
-    process = subprocess.Popen(command, env=environment(args.platform), start_new_session=True)
-    end: dict[str, str] = {}
-    try:
-        if code := process.wait(seconds):
-            end = {"failed": f"stage {name}", "why": f"its process ended with {code}"}
-    except subprocess.TimeoutExpired:
-        end = {"skipped": f"the rest of {name}, stopped after {seconds:.0f} s"}
-    finally:
-        end_group(process)
+    end = outcome(f"stage {name}", status_of(command, args.platform, seconds))
     lines = records.read_text().splitlines(keepends=True) if records.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    if end:
-        rows.append({"stage": name, **end})
-        print(end, flush=True)
-    return rows
-
-
-def run_all(args: argparse.Namespace) -> dict[str, list[Record]]:
-    """Runs all stages that there is time for."""
-    end = time.monotonic() + 60 * args.minutes - _REPORT
-    results: dict[str, list[Record]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        # To look for a device takes at most a minute. Without one, tests would run on the CPU.
-        limit = min(60.0, end - time.monotonic())
-        results["device"] = run_process(args, "device", limit, Path(folder) / "device")
-        if not any("chip" in row for row in results["device"]):
-            return results
-        for name in (name for name in SHARES if name in args.stages):
-            left = end - time.monotonic()
-            if left < _LEAST:
-                print(f"skipped: stage {name}, {left:.0f} s left", flush=True)
-                results[name] = [{"stage": name, "skipped": f"stage {name}"}]
-                continue
-            seconds = left * SHARES[name]
-            print(f"\n--- {name}, at most {seconds:.0f} s", flush=True)
-            if name == "tests":
-                results[name] = list(run_tests(args, seconds))
-            else:
-                results[name] = run_process(args, name, seconds, Path(folder) / name)
-    return results
-
-
-# --- tests
+    return rows + ([end] if end else [])
 
 
 def run_tests(args: argparse.Namespace, seconds: float) -> Iterator[Record]:
@@ -203,152 +164,85 @@ def run_tests(args: argparse.Namespace, seconds: float) -> Iterator[Record]:
     if (workers := min(6, (os.cpu_count() or 1) // 2)) > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(workers)]
     for name in args.suites:
-        left = end - time.monotonic()
-        if left < 5:
-            yield {"stage": "tests", "skipped": name}
-            continue
         # The first suites matter most, but must not take all of the time.
-        share = left if name == args.suites[-1] else left / 2
-        row = _suite(name, command + SUITES[name], args.platform, share)
-        print(row.get("why", ""), *row["said"], sep="\n", flush=True)
-        yield {"stage": "tests", **row}
+        left = (end - time.monotonic()) / (1 if name == args.suites[-1] else 2)
+        late = left < _LEAST / 2
+        status = None if late else status_of(command + SUITES[name], args.platform, left)
+        yield {"suite": name, "status": status} | outcome(f"suite {name}", status)
 
 
-def _suite(name: str, command: list[str], platform: str, seconds: float) -> Record:
-    """What pytest said in its last lines. Its exit status is None if time was up before its end."""
-    start = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(platform), text=True, errors="replace",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, status = process.communicate(timeout=seconds)[0], process.returncode
-    except subprocess.TimeoutExpired:
-        end_group(process)
-        output, status = process.communicate()[0], None
-    finally:
-        end_group(process)
-    tail = output.splitlines()[-15:]
-    is_bad = status or any(line.startswith(("FAILED", "ERROR")) for line in tail)
-    return {
-        "name": name,
-        "status": status,
-        "seconds": round(time.monotonic() - start, 1),
-        "said": tail[-1:],
-        **({"failed": name, "why": "\n".join(tail)} if is_bad else {}),
-    }
+def run_all(args: argparse.Namespace) -> dict[str, list[Record]]:
+    """Runs all stages that there is time for."""
+    end = time.monotonic() + 60 * args.minutes
+    results: dict[str, list[Record]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        # To look for a device takes at most a minute. Without one, tests would run on the CPU.
+        limit = min(60.0, end - time.monotonic())
+        results["device"] = run_stage(args, "device", limit, Path(folder) / "device")
+        if not any("chip" in row for row in results["device"]):
+            return results
+        for name in (name for name in SHARES if name in args.stages):
+            left = end - time.monotonic()
+            seconds = left * SHARES[name]
+            print(f"\n--- {name}, at most {seconds:.0f} s", flush=True)
+            if left < _LEAST:
+                results[name] = [outcome(f"stage {name}", None)]
+            elif name == "tests":
+                results[name] = list(run_tests(args, seconds))
+            else:
+                results[name] = run_stage(args, name, seconds, Path(folder) / name)
+    return results
 
 
 # --- the report
 
 
-def table(
-    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], notes: Iterable[str]
-) -> str:
-    """A table in Markdown, with notes below it."""
-    line = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    lines = [f"### {title}", ""]
-    if rows:
-        lines += [line(head), "|---|" + "---:|" * (len(head) - 1), *map(line, rows), ""]
-    return "\n".join(lines + [f"- {note}" for note in notes]).rstrip() + "\n"
+def line(cells: Any) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-def _notes(records: list[Record]) -> list[str]:
-    notes = [r["note"] for r in records if "note" in r]
-    if skipped := [r["skipped"] for r in records if "skipped" in r]:
-        notes.append(f"skipped for lack of time: {'; '.join(skipped)}")
-    return notes + [f"failed: {r['failed']}: {r['why']}" for r in records if "why" in r]
-
-
-def _named(records: list[Record]) -> list[Record]:
-    return [r for r in records if "name" in r]
-
-
-def of_tests(records: list[Record]) -> str:
-    """What the suites' last lines say."""
-    rows = [(r["name"], *r["said"], str(r["status"]), f"{r['seconds']}") for r in _named(records)]
-    head = "suite", "pytest's last line", "status (None: stopped)", "s"
-    return table("Correctness", head, rows, _notes(records))
-
-
-def of_repeats(records: list[Record]) -> str:
-    """Counts of runs and elements of each decode that differ."""
-    rows: list[Sequence[str]] = []
-    for r in _named(records):
-        unlike = f"{r['runs']} of {r['times'] - 1}" if r["runs"] else "none"
-        rows.append((r["name"], unlike, f"{r['most']}", f"{r['between_replicas']}"))
-    head = "decode", "runs unlike the first", "elements at most", "unlike between replicas"
-    return table("Replicas stay bitwise equal", head, rows, _notes(records))
-
-
-def of_kernels(records: list[Record]) -> str:
-    """Times of all kernels, by size."""
-    found = _named(records)
-    sizes = sorted({r["size"] for r in found})
-    copies = {s: [r["bandwidth"] for r in found if r["size"] == s] for s in sizes}
-    note = (
-        "the floor: the bytes that have to move, at the bandwidth of a donated x * 2 of that size"
-    )
-    spans = (f"2^{s}: {min(x) / 1e9:.4g} to {max(x) / 1e9:.4g} GB/s" for s, x in copies.items())
-    short = {(r["name"], r["size"]): f"{r['ms']:.3f} ({r['over_floor']:.1f})" for r in found}
-    targets = {r["name"]: "" if r["target"] is None else f"{r['target']:g}" for r in found}
-    rows = [(name, t, *(short.get((name, s), "") for s in sizes)) for name, t in targets.items()]
-    head = ("kernel", "target", *(f"2^{s}" for s in sizes))
-    notes = [f"{note}: {', '.join(spans)}"] if sizes else []
-    return table("Kernels: ms (of the floor)", head, rows, notes + _notes(records))
-
-
-def of_forms(records: list[Record], kernels: list[Record]) -> str:
-    """Times of the forms for the other kind of device, beside those of this device's forms."""
-    own = {(r["name"], r["size"]): r["ms"] for r in _named(kernels)}
-    rows: list[Sequence[str]] = []
-    for r in _named(records):
-        ms = own.get((r["name"], r["size"]))
-        usual = (f"{ms:.3f}", f"{r['ms'] / ms:.1f}") if ms else ("", "")
-        rows.append((r["name"], f"2^{r['size']}", f"{r['ms']:.3f}", *usual))
-    head = "kernel", "size", "ms", "ms of this device's form", "ratio"
-    return table("Forms that other devices get", head, rows, _notes(records))
-
-
-def of_steps(records: list[Record]) -> str:
-    """Times and memory of updates."""
-    found = _named(records)
-    gib = lambda count: f"{count / 2**30:.3f}"
-    rows = [(r["name"], f"{r['ms']:.2f}", gib(r["planned_bytes"])) for r in found]
-    title = "Updates"
-    if found:
-        title += f" of {found[0]['params']} parameters, {found[0]['workers']} simulated workers"
-    return table(title, ("method", "ms", "GiB as compiled"), rows, _notes(records))
+def table(rows: list[Record]) -> list[str]:
+    """Rows with a name in Markdown. Times of kernels stand side by side, by size."""
+    sizes = sorted({row["exponent"] for row in rows if "exponent" in row})
+    if sizes:
+        cell = lambda row: f"{row['ms']:.3f} ({row['over_floor']:.1f})"
+        known = {(row["name"], row["exponent"]): cell(row) for row in rows}
+        names = dict.fromkeys(row["name"] for row in rows)
+        head = ["kernel: ms (of the floor)", *(f"2^{size}" for size in sizes)]
+        cells = [[name, *(known.get((name, size), "") for size in sizes)] for name in names]
+    else:
+        head = list(rows[0])
+        cells = [[f"{x:.4g}" if isinstance(x, float) else x for x in r.values()] for r in rows]
+    return [line(head), "|---" * len(head) + "|", *map(line, cells)]
 
 
 def wrong(results: dict[str, list[Record]]) -> list[str]:
     """Everything that is wrong: failed tests, decodes that differ, stages or kernels that broke."""
     found = []
     for row in (row for rows in results.values() for row in rows):
-        if row.get("failed"):
-            found.append(f"{row['stage']}: {row.get('why') or row['failed']}")
-        if row.get("between_replicas") or (row.get("repeatable") and row["runs"]):
+        if "failed" in row:
+            found.append(f"{row['failed']}: {row['why']}")
+        if row.get("between_replicas") or (row.get("repeatable") and row["runs_unlike"]):
             found.append(f"repeats: {row['name']} differs")
     return found
 
 
-def block(results: dict[str, list[Record]]) -> str:
-    """The report in Markdown."""
-    forms = lambda rows: of_forms(rows, results.get("kernels", []))
-    makers = {"tests": of_tests, "repeats": of_repeats, "kernels": of_kernels, "steps": of_steps}
-    makers["forms"] = forms
-    tables = [make(results[name]) for name, make in makers.items() if name in results]
-    where = next(
-        (row for rows in results.values() for row in rows if "chip" in row),
-        {"chip": "no device was reached"},
-    )
-    versions = [f"{name} {where[name]}" for name in ("jax", "jaxlib") if name in where]
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+def report(results: dict[str, list[Record]]) -> str:
+    """All results in Markdown."""
+    where = {"chip": "no device was reached"}
+    for row in results["device"]:
+        where |= row
+    date = datetime.datetime.now(datetime.UTC).date()
     command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
-    details = ", ".join([f"`{command}`", date, *versions, f"Python {sys.version.split()[0]}"])
-    problems = "".join(f"- wrong: {problem}\n" for problem in wrong(results))
-    head = f"## {where['chip']}\n\n{details}\n"
-    return "\n".join([head, *([problems] if problems else []), *tables])
+    lines = [f"## {where.pop('chip')}", "", f"`{command}`, {date}, {where}"]
+    lines += [f"- wrong: {problem}" for problem in wrong(results)]
+    for name, rows in results.items():
+        named = [row for row in rows if "name" in row]
+        lines += ["", f"### {name}", "", *(table(named) if named else [])]
+        lines += [
+            f"- {key}: {row[key]}" for row in rows for key in ("note", "skipped") if key in row
+        ]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -360,8 +254,7 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # without waiting for programs that still compile
     results = run_all(args)
-    text = block(results)
-    print(f"\n{text}")
+    print(f"\n{report(results)}")
     if args.json:
         content = {"arguments": vars(args), "results": results}
         Path(args.json).write_text(json.dumps(content, indent=1, default=str))

@@ -29,7 +29,6 @@ import timing
 
 import jaxsparse
 from jaxsparse import codecs, quantize, select, shard, sketch
-from jaxsparse.arrays import platforms
 from jaxsparse.arrays.stream import SparseStream, to_dense
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -51,22 +50,18 @@ _MOST = 2.0  # seconds for all batches of a slow program
 
 
 class Stage:
-    """Writes results one by one, and keeps to its time, after which gpu.py ends the process.
+    """Writes results one by one, and keeps to its time, after which gpu.py ends the process."""
 
-    Attributes:
-        args: arguments of the command.
-    """
-
-    def __init__(self, args: Any, name: str, records: Path, seconds: float):
+    def __init__(self, args: argparse.Namespace):
         self.args = args
-        self._name = name
-        self._records = records
-        self._end = time.monotonic() + seconds
+        self._end = time.monotonic() + args.seconds
 
     def record(self, **values: Any) -> None:
-        """Adds a row of this stage. gpu.py reads it even if the process dies afterwards."""
-        with self._records.open("a") as file:
-            file.write(json.dumps({"stage": self._name, **values}) + "\n")
+        """Adds a row, and prints it. gpu.py reads it even if the process dies afterwards."""
+        with self.args.records.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+        shown = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in values.values())
+        print(*shown, sep=", ", flush=True)
 
     @property
     def left(self) -> float:
@@ -82,20 +77,13 @@ class Stage:
         try:
             if self.left >= _LEAST:
                 return function(*args)
-            self.skip(what)
+            self.record(skipped=what)
         except TimeoutError:  # compiling takes longer than the time that is left
-            self.skip(what)
+            self.record(skipped=what)
         except Exception as error:  # one kernel's: the others are still worth their time
             first = (str(error).strip().splitlines() or ["no message"])[0]
-            text = f"{type(error).__name__}: {first}"[:300]
-            self.record(failed=what, why=text)
-            print(f"failed: {what}: {text}", flush=True)
+            self.record(failed=what, why=f"{type(error).__name__}: {first}"[:300])
         return None
-
-    def skip(self, what: str) -> None:
-        """Says that there is no time for `what`."""
-        self.record(skipped=what)
-        print(f"skipped: {what}, {max(self.left, 0):.0f} s left", flush=True)
 
     def compiled(
         self, programs: dict[str, Program], donate: tuple[int, ...] = ()
@@ -121,10 +109,7 @@ class Stage:
             yield from ((name, program) for name, program in ready.items() if program is not None)
 
 
-def timed(
-    run: Callable[[], Any],
-    wait: Callable[[Any], Any] = jax.block_until_ready,
-) -> float:
+def timed(run: Callable[[], Any], wait: Callable[[Any], Any] = jax.block_until_ready) -> float:
     """Seconds of a call among many that are queued behind each other.
 
     Calls run on a GPU's queue in order. So one wait after many calls times the device, and not the
@@ -148,33 +133,21 @@ def timed(
     return statistics.median(seconds)
 
 
-@functools.lru_cache(maxsize=1)
-def donated_double(size: int) -> Callable[[], jax.Array]:
-    return timing.doubled(jnp.zeros(size, jnp.float32))
-
-
-def device() -> Any:
-    """The device that everything runs on."""
-    return jax.devices()[0]
-
-
 def run_stage(args: argparse.Namespace) -> None:
     """Runs one stage in this process."""
-    stage = Stage(args, args.stage, args.records, args.seconds)
-    found = device()
-    if (found.platform == "cpu") != (args.platform == "cpu"):
-        sys.exit(f"--platform={args.platform}, but JAX runs on {found}: install jax[cuda13]")
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    stage.record(chip=found.device_kind, platform=found.platform, **versions)
-    functions = {"repeats": repeats, "kernels": table, "steps": steps, "forms": other_forms}
-    functions["device"] = lambda stage: None
-    functions[args.stage](stage)
+    stage, (device, *_) = Stage(args), jax.devices()
+    if (device.platform == "cpu") != (args.platform == "cpu"):
+        sys.exit(f"--platform={args.platform}, but JAX runs on {device}: install jax[cuda13]")
+    if args.stage == "device":
+        versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+        stage.record(chip=device.device_kind, platform=device.platform, **versions)
+    else:
+        {"repeats": repeats, "kernels": kernels, "steps": steps}[args.stage](stage)
 
 
 # --- kernels
 
 _BLOCK = 256
-_FORMS_SIZE = 22  # 2^22: with 2^27, loops over tiles would take most of a GPU's time
 _QSGD = quantize.QSGD(4)
 _CHUNK_K, _CHUNK_SIZE = 64, 4096
 _CHUNKS = codecs.EliasFano()
@@ -186,8 +159,7 @@ class Inputs:
     def __init__(self, size: int, density: float = _DENSITY):
         self.size = size
         self.k = max(1, int(density * size))
-        self.blocks = -(-size // _BLOCK)
-        self.block_k = max(1, int(density * self.blocks))
+        self.block_k = max(1, int(density * -(-size // _BLOCK)))
         self.spec = sketch.SketchSpec(rows=5, cols=max(1, size // 64))
         # The threshold that k magnitudes reach on average.
         self.threshold = statistics.NormalDist().inv_cdf(1 - self.k / size / 2) ** 3
@@ -199,34 +171,19 @@ class Inputs:
         return jax.jit(lambda key: jax.random.normal(key, (self.size,)) ** 3)(jax.random.key(0))
 
     @functools.cached_property
-    def mask(self) -> jax.Array:
-        """Mask of the elements of x whose magnitude reaches the threshold."""
-        return jax.jit(lambda x: jnp.abs(x) >= self.threshold)(self.x)
+    def copy(self) -> Callable[[], jax.Array]:
+        """Moves as many bytes as a copy of x."""
+        return timing.doubled(self.x)
 
     @functools.cached_property
     def table(self) -> jax.Array:
         """The sketch of x."""
-        return jax.jit(lambda x: sketch.encode(x, self.spec))(self.x)
-
-    @functools.cached_property
-    def levels(self) -> jax.Array:
-        """Integers of 4 bits."""
-        return jax.jit(lambda x: jnp.clip(x, -7, 7).astype(jnp.int32))(self.x)
-
-    @functools.cached_property
-    def quantized(self) -> quantize.QuantizedVector:
-        """The values of x in 4 bits each."""
-        return jax.jit(lambda x: quantize.quantize(x, _QSGD, None))(self.x)
+        return sketch.encode(self.x, self.spec)
 
     @functools.cached_property
     def chunks(self) -> SparseStream:
         """The largest entries of each chunk."""
-        return jax.jit(_of_chunks)(self.x)
-
-    @functools.cached_property
-    def message(self) -> jax.Array:
-        """The entries of `chunks`, packed."""
-        return jax.jit(lambda stream: _CHUNKS.encode(stream, self.size))(self.chunks)
+        return _of_chunks(self.x)
 
 
 def _of_chunks(x: jax.Array) -> SparseStream:
@@ -238,7 +195,6 @@ class Kernel(NamedTuple):
 
     traffic: Callable[[Inputs], float]  # bytes that have to move, whatever the algorithm
     program: Callable[[Inputs], Program]
-    target: float | None = None  # limit: a multiple of that traffic's time at a copy's bandwidth
 
 
 def _selected(i: Inputs) -> float:
@@ -263,21 +219,20 @@ KERNELS = {
     "hash_extract": Kernel(
         _selected,
         lambda i: (lambda x, t: select.hash_extract(x, t, i.k), (i.x, jnp.float32(i.threshold))),
-        3,
     ),
-    "slot_max": Kernel(_selected, lambda i: (lambda x: select.slot_max(x, i.k), (i.x,)), 3),
-    "sketch.encode": Kernel(_both, lambda i: (lambda x: sketch.encode(x, i.spec), (i.x,)), 4),
+    "slot_max": Kernel(_selected, lambda i: (lambda x: select.slot_max(x, i.k), (i.x,))),
+    "sketch.encode": Kernel(_both, lambda i: (lambda x: sketch.encode(x, i.spec), (i.x,))),
     "heavy_hitters": Kernel(
         _selected,
         lambda i: (lambda table: sketch.heavy_hitters(table, i.spec, i.size, i.k), (i.table,)),
-        8,
     ),
     "threshold_top_k": Kernel(
-        _selected, lambda i: (lambda x: select.threshold_top_k(x, i.k), (i.x,)), 6
+        _selected, lambda i: (lambda x: select.threshold_top_k(x, i.k), (i.x,))
     ),
     "fast_top_k": Kernel(_selected, lambda i: (lambda x: select.fast_top_k(x, i.k), (i.x,))),
     "compact": Kernel(
-        lambda i: i.size + 4 * i.k, lambda i: (lambda m: select.compact(m, i.k), (i.mask,))
+        lambda i: i.size + 4 * i.k,
+        lambda i: (lambda m: select.compact(m, i.k), (jnp.abs(i.x) >= i.threshold,)),
     ),
     "block_top_k": Kernel(
         lambda i: 4 * i.size + 8 * _BLOCK * i.block_k,  # the blocks found are read and written
@@ -290,15 +245,20 @@ KERNELS = {
         _packed, lambda i: (lambda x, key: quantize.quantize(x, _QSGD, key), (i.x, i.key))
     ),
     "QSGD, back": Kernel(
-        _packed, lambda i: (lambda q: quantize.dequantize(q, _QSGD, i.size), (i.quantized,))
+        _packed,
+        lambda i: (
+            lambda q: quantize.dequantize(q, _QSGD, i.size),
+            (quantize.quantize(i.x, _QSGD, None),),
+        ),
     ),
     "pack": Kernel(
         lambda i: 4 * i.size + i.size * _QSGD.bits / 8,
-        lambda i: (lambda levels: quantize.pack(levels, _QSGD.bits), (i.levels,)),
+        lambda i: (
+            lambda levels: quantize.pack(levels, _QSGD.bits),
+            (jnp.clip(i.x, -7, 7).astype(jnp.int32),),
+        ),
     ),
-    "group_top_k": Kernel(
-        lambda i: 4 * i.size + 8 * _entries(i), lambda i: (_of_chunks, (i.x,)), 10
-    ),
+    "group_top_k": Kernel(lambda i: 4 * i.size + 8 * _entries(i), lambda i: (_of_chunks, (i.x,))),
     "2-bit entries": Kernel(
         lambda i: (8 + 14 / 8) * _entries(i),
         lambda i: (lambda stream: _CHUNKS.encode(stream, i.size), (i.chunks,)),
@@ -309,7 +269,7 @@ KERNELS = {
             lambda words: to_dense(
                 _CHUNKS.decode(words, i.chunks.values.size, i.size, jnp.float32), i.size
             ),
-            (i.message,),
+            (jax.jit(lambda stream: _CHUNKS.encode(stream, i.size))(i.chunks),),
         ),
     ),
     "sampled_top_k": Kernel(_selected, lambda i: (lambda x: select.sampled_top_k(x, i.k), (i.x,))),
@@ -317,89 +277,42 @@ KERNELS = {
 }
 
 
-# Kernels that CPU and GPU have different forms of.
-TWO_FORMS = (
-    *("hash_extract", "slot_max", "sketch.encode", "sketch.decode", "heavy_hitters"),
-    *("threshold_top_k", "fast_top_k", "compact"),
-)
-
-
-def table(stage: Stage) -> None:
+def kernels(stage: Stage) -> None:
     """Times all kernels, size by size. The first sizes are the ones that matter."""
     torch, why = _torch(stage.args.platform)
     if torch is None:
         stage.record(note=why)
-        print(why, flush=True)
     for exponent in stage.args.sizes:
         inputs = Inputs(2**exponent)
-        _time_all(stage, exponent, inputs, KERNELS)
-        if torch is not None:
-            for name, torch_run in _torch_runs(torch, inputs, stage.args.platform).items():
-                if stage.wanted(name):
-                    measure = functools.partial(_torch_timed, torch, torch_run)
-                    _row(stage, exponent, inputs, name, measure)
-
-
-def choose_forms(platform: str) -> None:
-    """Makes all later traces take the forms of one platform: "default" or "cuda"."""
-    platforms.platform_dependent = lambda *operands, **forms: forms[platform](*operands)
-    jax.clear_caches()
-
-
-def other_forms(stage: Stage) -> None:
-    """Times the forms that this device does not take by itself, at one of the wanted sizes.
-
-    It needs a process of its own, because others must not find the programs that it traces.
-    """
-    choose_forms("default" if stage.args.platform == "gpu" else "cuda")
-    sizes = stage.args.sizes
-    exponent = max((size for size in sizes if size <= _FORMS_SIZE), default=min(sizes))
-    inputs = Inputs(2**exponent)
-    _time_all(stage, exponent, inputs, {name: KERNELS[name] for name in TWO_FORMS})
-
-
-def _time_all(stage: Stage, exponent: int, inputs: Inputs, kernels: dict[str, Kernel]) -> None:
-    programs: dict[str, Program] = {}
-    for name, kernel in kernels.items():
-        if stage.wanted(name):
-            program = stage.attempt(f"{name} at 2^{exponent}", kernel.program, inputs)
-            if program is not None:
-                programs[name] = program
-    for name, compiled in stage.compiled(programs):
-        run = functools.partial(compiled, *programs[name][1])
-        _row(stage, exponent, inputs, name, functools.partial(timed, run))
+        programs: dict[str, Program] = {}
+        for name, kernel in KERNELS.items():
+            if stage.wanted(name) and (made := stage.attempt(name, kernel.program, inputs)):
+                programs[name] = made
+        for name, compiled in stage.compiled(programs):
+            run = functools.partial(compiled, *programs[name][1])
+            _row(stage, inputs, name, KERNELS[name].traffic, functools.partial(timed, run))
+        for name, (traffic, make) in TORCH.items() if torch is not None else ():
+            if stage.wanted(name):
+                measure = functools.partial(_torch_timed, torch, make, inputs)
+                _row(stage, inputs, name, traffic, measure)
 
 
 def _row(
-    stage: Stage, exponent: int, inputs: Inputs, name: str, measure: Callable[[], float]
+    stage: Stage,
+    inputs: Inputs,
+    name: str,
+    traffic: Callable[[Inputs], float],
+    measure: Callable[[], float],
 ) -> None:
     """Times one kernel, and a copy just before it, because the clocks of a chip change."""
-    both = stage.attempt(
-        f"{name} at 2^{exponent}", lambda: (timed(donated_double(inputs.size)), measure())
-    )
-    if both is None:
-        return
-    floor, seconds = both
-    sketched = name == "torch count sketch"
-    kernel = KERNELS["sketch.encode" if sketched else "lax.top_k" if "torch" in name else name]
-    bandwidth = 8 * inputs.size / floor
-    of_floor = seconds * bandwidth / kernel.traffic(inputs)
-    target = None if "torch" in name else kernel.target
-    stage.record(
-        name=name,
-        size=exponent,
-        k=inputs.k,
-        ms=1e3 * seconds,
-        bandwidth=bandwidth,
-        over_floor=of_floor,
-        target=target,
-    )
-    mark = f"  over its target of {target}" if target and of_floor > target else ""
-    print(
-        f"2^{exponent:<3} {name:<20} {1e3 * seconds:>10.3f} ms  "
-        f"{of_floor:>7.2f} of the floor{mark}",
-        flush=True,
-    )
+    exponent = inputs.size.bit_length() - 1
+    both = lambda: (timed(inputs.copy), measure())
+    if found := stage.attempt(f"{name} at 2^{exponent}", both):
+        floor, seconds = found
+        bandwidth = 8 * inputs.size / floor
+        of_floor = seconds * bandwidth / traffic(inputs)
+        ms = 1e3 * seconds
+        stage.record(name=name, exponent=exponent, ms=ms, bandwidth=bandwidth, over_floor=of_floor)
 
 
 def _torch(platform: str) -> tuple[Any, str]:
@@ -409,42 +322,39 @@ def _torch(platform: str) -> tuple[Any, str]:
         return None, "torch is not installed: its rows are left out"
     if platform == "gpu" and not torch.cuda.is_available():
         return None, f"torch {torch.__version__} sees no GPU: its rows are left out"
+    torch.set_default_device("cuda" if platform == "gpu" else "cpu")
     return torch, ""
 
 
-def _torch_runs(torch: Any, inputs: Inputs, platform: str) -> dict[str, Callable[[], Any]]:
-    """The top-k of torch, and a count sketch with stored hashes, which is usual there."""
-    made: dict[str, Any] = {}
-    where = "cuda" if platform == "gpu" else "cpu"
+def _torch_top_k(torch: Any, inputs: Inputs) -> Callable[[], Any]:
+    x = torch.randn(inputs.size) ** 3
+    return lambda: torch.topk(x.abs(), inputs.k, sorted=False)
 
-    def x() -> Any:
-        if "x" not in made:
-            made["x"] = torch.randn(inputs.size, device=where) ** 3
-        return made["x"]
 
-    def top_k() -> Any:
-        return torch.topk(x().abs(), inputs.k, sorted=False)
+def _torch_sketch(torch: Any, inputs: Inputs) -> Callable[[], Any]:
+    """A count sketch with stored hashes, which is usual there."""
+    x, rows, cols = torch.randn(inputs.size) ** 3, inputs.spec.rows, inputs.spec.cols
+    columns = torch.randint(cols, (rows, inputs.size))
+    signs = 2 * torch.randint(2, (rows, inputs.size), dtype=torch.int8) - 1
 
-    def count_sketch() -> Any:
-        rows, cols = inputs.spec.rows, inputs.spec.cols
-        if "buckets" not in made:
-            shape = (rows, inputs.size)
-            made["buckets"] = torch.randint(cols, shape, device=where)
-            made["signs"] = 2 * torch.randint(2, shape, device=where, dtype=torch.int8) - 1
-        sketched = torch.zeros(rows, cols, device=where)
+    def run() -> Any:
+        sketched = torch.zeros(rows, cols)
         for row in range(rows):
-            sketched[row].scatter_add_(0, made["buckets"][row], x() * made["signs"][row])
+            sketched[row].scatter_add_(0, columns[row], x * signs[row])
         return sketched
 
-    return {"torch.topk": top_k, "torch count sketch": count_sketch}
+    return run
 
 
-def _torch_timed(torch: Any, run: Callable[[], Any]) -> float:
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+TORCH = {"torch.topk": (_selected, _torch_top_k), "torch count sketch": (_both, _torch_sketch)}
+
+
+def _torch_timed(torch: Any, make: Callable[[Any, Inputs], Any], inputs: Inputs) -> float:
+    has_gpu = torch.cuda.is_available()
     try:
-        return timed(run, lambda out: synchronize())
+        return timed(make(torch, inputs), lambda out: torch.cuda.synchronize() if has_gpu else None)
     finally:
-        if torch.cuda.is_available():
+        if has_gpu:
             torch.cuda.empty_cache()  # for JAX, which shares the memory
 
 
@@ -455,8 +365,6 @@ _REPEAT_DENSITY = 0.01
 # order. A worker's own sketch is made so on a GPU. Nothing that each replica makes for itself is.
 DUPLICATES = "to_dense, 8 entries an index (no promise)"
 ANY_ORDER = (DUPLICATES, "sketch.encode", "mean of sketched_sgd", "mean of s2_reducer")
-
-
 # Kernels of the table that are repeated.
 REPEATED = (
     *("sketch.encode", "sketch.decode", "heavy_hitters", "hash_extract", "slot_max"),
@@ -464,7 +372,7 @@ REPEATED = (
 )
 
 
-def _kernels(size: int) -> dict[str, Program]:
+def _decodes(size: int) -> dict[str, Program]:
     i = Inputs(size, _REPEAT_DENSITY)
     distinct = select.top_k(i.x, i.k)
     repeated = SparseStream(jnp.tile(distinct.indices, 8), jnp.concatenate([i.x[: i.k]] * 8))
@@ -509,29 +417,22 @@ def _different(a: Any, b: Any) -> Any:
 def repeats(stage: Stage) -> None:
     """Runs each program several times, and counts the elements that differ from the first run."""
     size, times = 2**stage.args.repeat_size, stage.args.repeats
-    programs = _kernels(size) | _means(size)
+    programs = _decodes(size) | _means(size)
     programs = {name: program for name, program in programs.items() if stage.wanted(name)}
     for name, compiled in stage.compiled(programs):
-        arguments = programs[name][1]
 
-        def check(compiled=compiled, arguments=arguments):
-            first = compiled(*arguments)
+        def check(compiled=compiled, arguments=programs[name][1]):
+            first, apart = compiled(*arguments), 0
             unlike = [int(_different(compiled(*arguments), first)) for _ in range(times - 1)]
-            apart = 0
             if isinstance(first, dict):
                 mean = first["mean"]
                 apart = int(_different(mean, jnp.broadcast_to(mean[:1], mean.shape)))
-            return {"runs": sum(n > 0 for n in unlike), "most": max(unlike, default=0)} | {
-                "between_replicas": apart
-            }
+            runs = sum(n > 0 for n in unlike)
+            return {"runs_unlike": runs, "most": max(unlike, default=0), "between_replicas": apart}
 
-        found = stage.attempt(f"{name}, {times} times", check)
-        if found is not None:
+        if (found := stage.attempt(f"{name}, {times} times", check)) is not None:
             on_cpu = stage.args.platform == "cpu" and name != DUPLICATES
-            repeatable = name not in ANY_ORDER or on_cpu
-            stage.record(name=name, size=size, times=times, repeatable=repeatable, **found)
-            unequal = found["runs"] or found["between_replicas"]
-            print(f"{name:<45} {f'DIFFERS: {found}' if unequal else 'equal'}", flush=True)
+            stage.record(name=name, repeatable=name not in ANY_ORDER or on_cpu, **found)
 
 
 # --- updates
@@ -559,17 +460,11 @@ def methods(params: int) -> dict[str, Any]:
     }
 
 
-def _room() -> float:
-    """Bytes of memory that may be used."""
-    limit = (device().memory_stats() or {}).get("bytes_limit")  # a CPU has none
-    if limit:
-        return 0.8 * limit
-    return 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def fitting(params: int, workers: int) -> int:
+def fitting(params: int) -> int:
     """The number of parameters, halved until there is memory for all workers' vectors."""
-    while params * workers * 4 * _FLOATS > _room():
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")  # a CPU has none
+    here = 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    while params * _WORKERS * 4 * _FLOATS > (0.8 * limit if limit else here):
         params //= 2
     return params
 
@@ -582,7 +477,7 @@ class Update(NamedTuple):
     gradients: Callable[[jax.Array], Any]
 
 
-def update_of(tx: optax.GradientTransformation, params: int, workers: int) -> Update:
+def update_of(tx: optax.GradientTransformation, params: int) -> Update:
     rows = max(1, params // _LAYERS // _WIDTH)
     shapes: dict[str, tuple[int, ...]] = {f"kernel{i}": (rows, _WIDTH) for i in range(_LAYERS)}
     shapes |= {f"bias{i}": (_WIDTH,) for i in range(_LAYERS)}
@@ -596,37 +491,32 @@ def update_of(tx: optax.GradientTransformation, params: int, workers: int) -> Up
 
     def start():
         params = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
-        return shard((params, tx.init(params)), workers)
+        return shard((params, tx.init(params)), _WORKERS)
 
     def gradients(key):
         keys = dict(zip(shapes, jax.random.split(key, len(shapes))))
         return {
-            name: jax.random.normal(keys[name], (workers, *shape)) ** 3
+            name: jax.random.normal(keys[name], (_WORKERS, *shape)) ** 3
             for name, shape in shapes.items()
         }
 
-    return Update(run_on_workers(step, workers), jax.jit(start), jax.jit(gradients))
+    return Update(run_on_workers(step, _WORKERS), jax.jit(start), jax.jit(gradients))
 
 
 def steps(stage: Stage) -> None:
     """Measures the time and memory of an update by each method."""
-    workers = _WORKERS
-    params = fitting(stage.args.params, workers)
+    params = fitting(stage.args.params)
     if params < stage.args.params:
-        note = f"{stage.args.params} parameters do not fit for {workers} workers: {params} it is"
-        stage.record(note=note)
-        print(note, flush=True)
-    made = {
-        name: update_of(tx, params, workers)
-        for name, tx in methods(params).items()
-        if stage.wanted(name)
-    }
+        stage.record(note=f"there is room for updates of {params} parameters")
+    transformations = methods(params)
+    names = filter(stage.wanted, transformations)
+    made = {name: update_of(transformations[name], params) for name in names}
     programs: dict[str, Program] = {}
     for name, update in made.items():
-        shapes = stage.attempt(f"the state of {name}", jax.eval_shape, update.start)
-        if shapes is not None:
-            gradients = jax.eval_shape(update.gradients, jax.random.key(0))
-            programs[name] = (update.step, (shapes, gradients))
+        state = stage.attempt(f"the state of {name}", jax.eval_shape, update.start)
+        if state is not None:
+            gradient = jax.eval_shape(update.gradients, jax.random.key(0))
+            programs[name] = (update.step, (state, gradient))
     for name, compiled in stage.compiled(programs, donate=(0,)):
 
         def measure(compiled=compiled, update=made[name]):
@@ -638,21 +528,6 @@ def steps(stage: Stage) -> None:
 
             return timed(run)
 
-        seconds = stage.attempt(f"an update of {name}", measure)
-        if seconds is None:
-            continue
-        planned = compiled.memory_analysis()
-        total = (
-            planned.argument_size_in_bytes
-            + planned.output_size_in_bytes
-            - planned.alias_size_in_bytes
-            + planned.temp_size_in_bytes
-        )
-        stage.record(
-            name=name,
-            params=params,
-            workers=workers,
-            ms=1e3 * seconds,
-            planned_bytes=total,
-        )
-        print(f"{name:<14} {1e3 * seconds:>10.2f} ms, {total / 2**30:.2f} GiB", flush=True)
+        if seconds := stage.attempt(f"an update of {name}", measure):
+            gib = timing.peak(compiled) / 2**30
+            stage.record(name=name, params=params, workers=_WORKERS, ms=1e3 * seconds, gib=gib)

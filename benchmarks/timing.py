@@ -46,6 +46,17 @@ def doubled(x: jax.Array) -> Callable[[], jax.Array]:
     return run
 
 
+def peak(program: Any) -> int:
+    """Bytes of a compiled program's arguments, outputs and temporaries together."""
+    memory = program.memory_analysis()
+    return int(
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
 def where() -> dict[str, str]:
     """Versions, device and date. It prints them, too."""
     device: Any = jax.devices()[0]

@@ -28,28 +28,6 @@ from jaxsparse import shard, systems
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 at_density: Any = importlib.import_module("at_density")
 
-# Settings that are no variant in the table of systems.
-OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
-    "dense_momentum": lambda: jaxsparse.dense(momentum=0.9),
-    "heavymix": lambda: jaxsparse.sketched_sgd(12.5, selection="heavymix"),
-    "top_k_momentum": lambda: jaxsparse.top_k(0.01, momentum=0.9),
-    "powersgd_rank_4": lambda: jaxsparse.powersgd(4),
-    "powersgd_rank_4_full": lambda: jaxsparse.powersgd(4, iteration="full"),
-    "dgc_warm_up": lambda: jaxsparse.error_feedback(
-        jaxsparse.warm_up(systems.TopK(0.01, selection="sampled"), steps=400), momentum=0.9
-    ),
-    # SparseLoCo's. Every H steps, it takes the place of a gradient's exchange.
-    "chunked_decay": lambda: jaxsparse.chunked_top_k(decay=0.95),
-}
-NAMES = [*at_density.NAMES, *OTHERS]
-
-
-def transformation(name: str, size: int, workers: int) -> optax.GradientTransformationExtraArgs:
-    """A system's transformation, for a density of about 1 %, which may be one of blocks."""
-    if name in OTHERS:
-        return OTHERS[name]()
-    return at_density.transformation_at(name, 0.01, size)
-
 
 def tree_of(size: int, leaves: int) -> dict[str, tuple[int, ...]]:
     """The shapes of some leaves, half of them kernels and half biases, of about `size` elements.
@@ -76,7 +54,8 @@ class Step:
 
     def __init__(self, name: str, size: int, mesh: jax.sharding.Mesh, leaves: int):
         self.mesh, self.workers = mesh, mesh.shape["data"]
-        self.tx = optax.chain(transformation(name, size, self.workers), optax.sgd(0.1))
+        exchange = at_density.transformation_at(name, 0.01, size)
+        self.tx = optax.chain(exchange, optax.sgd(0.1))
         self.shapes = tree_of(size, leaves)
 
     def __call__(self, state: Any, batch: jax.Array) -> Any:
@@ -124,41 +103,27 @@ class Step:
         return run
 
 
-def peak(program: Any) -> int:
-    """Bytes of arguments, outputs and temporaries together."""
-    memory = program.memory_analysis()
-    return int(
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-    )
-
-
 def measure(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dict[str, Any]:
-    """All columns of one row."""
-    row: dict[str, Any] = {"system": name}
-    program, row["trace_s"], row["compile_s"] = least(name, mesh, args)
-    row["instructions"] = sum(" = " in line for line in program.as_text().splitlines())
-    row["peak_d"] = peak(program) / (4 * args.size)
-    if not args.only_compile:
-        steps = {key: Step(key, args.size, mesh, args.leaves) for key in ("dense", name)}
-        runs = {
-            key: step.runner(program if key == name else step.compiled()[0])
-            for key, step in steps.items()
-        }
-        seconds = timing.interleaved(runs, args.repeats)
-        row["time_s"], dense = (statistics.median(seconds[key]) for key in (name, "dense"))
-        row["over_dense"] = row["time_s"] / dense
-    return row
-
-
-def least(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> tuple[Any, float, float]:
-    """The program, and the least seconds of several compilations, each from the beginning."""
-    programs, traced, compiled = zip(
-        *(Step(name, args.size, mesh, args.leaves).compiled() for _ in range(args.compilations))
-    )
-    return programs[0], min(traced), min(compiled)
+    """All columns of one row. Of several compilations, each from the beginning, the least count."""
+    made = lambda name: Step(name, args.size, mesh, args.leaves)
+    programs, traced, compiled = zip(*(made(name).compiled() for _ in range(args.compilations)))
+    row = {
+        "system": name,
+        "trace_s": min(traced),
+        "compile_s": min(compiled),
+        "instructions": sum(" = " in line for line in programs[0].as_text().splitlines()),
+        "peak_d": timing.peak(programs[0]) / (4 * args.size),
+    }
+    if args.only_compile:
+        return row
+    dense, own = made("dense"), made(name)
+    runs = {
+        "dense": dense.runner(programs[0] if name == "dense" else dense.compiled()[0]),
+        name: own.runner(programs[0]),
+    }
+    seconds = timing.interleaved(runs, args.repeats)
+    row["time_s"], base = (statistics.median(seconds[key]) for key in (name, "dense"))
+    return row | {"over_dense": row["time_s"] / base}
 
 
 COLUMNS = {
@@ -173,19 +138,16 @@ COLUMNS = {
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--systems", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument(
-        "--size", type=timing.size_of, default=29_300_000, metavar="D", help="or 2^24"
-    )
-    parser.add_argument("--leaves", type=int, default=121, help="kernels and biases")
-    parser.add_argument("--workers", type=int, default=2, help="emulated devices")
-    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each system")
-    parser.add_argument("--compilations", type=int, default=2, help="of which the least is told")
-    parser.add_argument("--only-compile", action="store_true", help="no steps are run")
-    parser.add_argument("--json", metavar="FILE", help="also write all results here")
+    parser = timing.parser_of(__doc__)
+    add, names = parser.add_argument, at_density.NAMES
+    add("--systems", nargs="+", choices=names, default=names)
+    add("--size", type=timing.size_of, default=29_300_000, metavar="D", help="or 2^24")
+    add("--leaves", type=int, default=121, help="kernels and biases (default: 121)")
+    add("--workers", type=int, default=2, help="emulated devices (default: 2)")
+    add("--repeats", type=int, default=7, help="timed steps of each system (default: 7)")
+    add("--compilations", type=int, default=2, help="of which the least is told (default: 2)")
+    add("--only-compile", action="store_true", help="no steps are run")
+    add("--json", metavar="FILE", help="also write all results here")
     return parser.parse_args()
 
 
