@@ -125,18 +125,17 @@ def number(kind: type, low: float, below: float = math.inf) -> Callable[[str], A
     return parse
 
 
-# --- a perceptron whose kernels are sharded within a host, of the examples with FSDP
+# --- a perceptron, whose kernels may be sharded within a host
 
 Params = list[dict[str, jax.Array]]
 
 
-def init_params(hidden: int, seed: int, mesh: Mesh) -> Params:
-    """Initial parameters. Kernels are sharded along their first axis. Small biases stay whole."""
+def init_params(hidden: int, seed: int, mesh: Mesh | None = None) -> Params:
+    """Initial parameters. On a mesh kernels are sharded over "local", and small biases whole."""
     rng = np.random.default_rng(seed)
-    sizes = (64, hidden, hidden, 10)
 
     def put(values: np.ndarray, *axes: str) -> jax.Array:
-        placed = NamedSharding(mesh, PartitionSpec(*axes))
+        placed = None if mesh is None else NamedSharding(mesh, PartitionSpec(*axes))
         return jax.device_put(values.astype(np.float32), placed)
 
     return [
@@ -144,7 +143,7 @@ def init_params(hidden: int, seed: int, mesh: Mesh) -> Params:
             "kernel": put(rng.normal(size=(n, m)) * (2 / n) ** 0.5, "local"),
             "bias": put(np.zeros(m)),
         }
-        for n, m in itertools.pairwise(sizes)
+        for n, m in itertools.pairwise((64, hidden, hidden, 10))
     ]
 
 

@@ -66,14 +66,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A byte-level language model.
-
-    Args:
-        width: number of features of the residual stream.
-        layers: number of blocks.
-        length: largest number of bytes in a window.
-        rngs: random streams for the initial parameters.
-    """
+    """A byte-level language model, of windows of `length` bytes at most."""
 
     def __init__(self, width: int, layers: int, length: int, rngs: nnx.Rngs):
         # The lookup below splits windows over "fsdp". If the table's columns were split over it,
@@ -107,7 +100,8 @@ def train(method: str, args: argparse.Namespace, mesh: Mesh) -> str:
     tx = optax.adam(optax.warmup_cosine_decay_schedule(0, args.lr, args.steps // 10, args.steps))
     value_and_grad: Any = jax.value_and_grad
     if is_ours:  # two of jaxsparse's three lines
-        tx = optax.chain(exchange_of(method), tx)
+        make = {"dense": jaxsparse.dense, "int4": functools.partial(jaxsparse.quantized, "int4")}
+        tx = optax.chain(make[method](axis_name="hosts"), tx)
         value_and_grad = functools.partial(jaxsparse.value_and_grad, axis_name="hosts")
 
     model = Transformer(args.width, args.layers, args.length, nnx.Rngs(args.seed))
@@ -135,12 +129,6 @@ def train(method: str, args: argparse.Namespace, mesh: Mesh) -> str:
     mean = np.mean(losses[-max(1, args.steps // 10) :])
     across, inside = (x.received for x in (moved.across("hosts"), moved.within("hosts")))
     return f"{method:<7} {mean:.4f} {across:>16,.0f} {inside:>16,.0f} {held:>16,}"
-
-
-def exchange_of(method: str) -> optax.GradientTransformation:
-    if method == "dense":
-        return jaxsparse.dense(axis_name="hosts")
-    return jaxsparse.quantized("int4", axis_name="hosts")
 
 
 def batches(args: argparse.Namespace) -> Iterator[np.ndarray]:

@@ -10,7 +10,6 @@ back), and shows some of them beside the progress.
 """
 
 import argparse
-import contextlib
 import csv
 import functools
 from collections.abc import Callable, Iterator
@@ -110,7 +109,10 @@ def main() -> None:
     step = make_step(workers, report=args.csv is not None)
     moved = jaxsparse.wire_bytes(step, state, next(batches()), dropout_key)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
-    with Progress(TextColumn(args.method), *columns) as progress, log(args.csv) as write:
+    if args.csv is not None:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
+        args.csv.unlink(missing_ok=True)
+    with Progress(TextColumn(args.method), *columns) as progress:
         task = progress.add_task("", total=args.steps, shown="")
         for i, batch in enumerate(batches(), start=1):
             state, loss, diagnostics = step(state, batch, dropout_key)
@@ -118,7 +120,7 @@ def main() -> None:
             if diagnostics is not None:
                 row |= {name: x.item() for name, x in diagnostics._asdict().items()}
                 row["received_bytes"] = moved.received
-                write(row)
+                write_row(args.csv, row)
             shown = "  ".join(f"{name} {row[name]:.4g}" for name in SHOWN if name in row)
             progress.update(task, advance=1, shown=shown)
 
@@ -131,24 +133,13 @@ def main() -> None:
     )
 
 
-@contextlib.contextmanager
-def log(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields a function that writes a row at once, so that a run that is stopped keeps its rows."""
-    if path is None:
-        yield lambda row: None
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", buffering=1) as file:
-        writer: Any = None
-
-        def write(row: dict[str, Any]) -> None:
-            nonlocal writer
-            if writer is None:
-                writer = csv.DictWriter(file, row)
-                writer.writeheader()
-            writer.writerow(row)
-
-        yield write
+def write_row(path: Path, row: dict[str, Any]) -> None:
+    """Appends a row at once, below a first line of names: a run that is stopped keeps its rows."""
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        if row["step"] == 1:
+            writer.writeheader()
+        writer.writerow(row)
 
 
 def flags() -> argparse.ArgumentParser:

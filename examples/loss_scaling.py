@@ -11,13 +11,11 @@ downloaded. Eight emulated devices are the workers:
 
 import argparse
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import digits
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from digits import number
 
@@ -48,19 +46,7 @@ class State(NamedTuple):
     loss_scale: LossScale
 
 
-def init_params(hidden: int, seed: int) -> list[dict[str, jax.Array]]:
-    rng = np.random.default_rng(seed)
-    sizes = (64, hidden, hidden, 10)
-    return [
-        {
-            "kernel": jnp.asarray(rng.normal(size=(n, m)) * (2 / n) ** 0.5, jnp.float32),
-            "bias": jnp.zeros(m),
-        }
-        for n, m in itertools.pairwise(sizes)
-    ]
-
-
-def logits_of(params: list[dict[str, jax.Array]], images: Any) -> jax.Array:
+def logits_of(params: digits.Params, images: Any) -> jax.Array:
     x = jnp.asarray(images, jnp.float16)
     for i, layer in enumerate(params):
         x = x @ layer["kernel"].astype(jnp.float16) + layer["bias"].astype(jnp.float16)
@@ -110,7 +96,7 @@ def main() -> None:
         jaxsparse.quantized("int4", when_skipped="nan", workers=workers.simulated),
         optax.apply_if_finite(optax.adam(args.lr), max_consecutive_errors=HALVINGS),
     )
-    params = init_params(args.hidden, args.seed)
+    params = digits.init_params(args.hidden, args.seed)
     jaxsparse.check(tx, params)
     scale = LossScale(jnp.float32(args.scale), jnp.int32(0))
     state = jaxsparse.shard(State(params, tx.init(params), scale), workers.where)

@@ -69,12 +69,8 @@ class Checkpoints:
         self._settings = {name: getattr(args, name) for name in FIXED}
         self._lock = Lock(self._directory)
         self._enter()
-        policy = policies.AnySavePolicy(
-            [
-                policies.FixedIntervalPolicy(args.checkpoint_every),
-                policies.PreemptionCheckpointingPolicy(),
-            ]
-        )
+        due = policies.FixedIntervalPolicy(args.checkpoint_every)
+        policy = policies.AnySavePolicy([due, policies.PreemptionCheckpointingPolicy()])
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={

@@ -198,13 +198,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         usage="%(prog)s -n N [-d D] [--timeout SECONDS] [--grace SECONDS] -- command"
     )
-    parser.add_argument("-n", type=int, required=True, help="how many processes")
-    parser.add_argument("-d", type=int, default=1, help="emulated CPU devices, or GPUs, of each")
-    parser.add_argument("--timeout", type=float, help="limit of the whole run (default: none)")
-    parser.add_argument(
-        "--grace", type=float, default=3.0, help="time from SIGTERM to SIGKILL (default: 3)"
-    )
-    parser.add_argument("command", nargs="+", help="program and arguments")
+    add = parser.add_argument
+    add("-n", type=int, required=True, help="how many processes")
+    add("-d", type=int, default=1, help="emulated CPU devices, or GPUs, of each")
+    add("--timeout", type=float, help="limit of the whole run (default: none)")
+    add("--grace", type=float, default=3.0, help="time from SIGTERM to SIGKILL (default: 3)")
+    add("command", nargs="+", help="program and arguments")
     args = parser.parse_args()
     if args.n < 1 or args.d < 1:
         parser.error(f"-n {args.n} -d {args.d}: give at least 1 of each")

@@ -10,23 +10,13 @@ _LONGEST = 1000  # bytes of an error that processes tell each other
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "processes",
-        "Under Slurm, Open MPI, Kubernetes and launch.py the first three are found; give "
-        "all of them or none.",
-    )
-    add = group.add_argument
+    found = "Under Slurm, Open MPI, Kubernetes and launch.py the first three are found; give all "
+    add = parser.add_argument_group("processes", f"{found}of them or none.").add_argument
     add("--coordinator", metavar="HOST:PORT", help="of process 0, with a free port there")
     add("--num-processes", type=int, metavar="N", help="of the whole run")
     add("--process-id", type=int, metavar="I", help="0 to N-1")
-    add(
-        "--heartbeat",
-        type=int,
-        default=15,
-        metavar="SECONDS",
-        help="a process without a sign of life for so long counts as dead, and the others end "
-        "(default: 15)",
-    )
+    add("--heartbeat", type=int, default=15, metavar="SECONDS", help="a process without a sign of "
+        "life for so long counts as dead, and the others end (default: 15)")  # fmt: skip
 
 
 def join(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,15 +60,6 @@ class Training(NamedTuple):
     moved: jaxsparse.traffic.WireBytes  # bytes of one exchange
     own: Callable[[Any], TrainState]  # the part of a state that has the loss
     with_own: Callable[[Any, TrainState], Any]  # the state with another such part
-
-
-class Point(NamedTuple):
-    """A point of the report, which is measured after a step."""
-
-    step: int
-    seconds: float  # seconds of training, without compiling and evaluating
-    loss: float  # mean over the steps since the last point
-    accuracy: float  # on the test images
 
 
 def make_method(args: argparse.Namespace) -> optax.GradientTransformation:
@@ -141,21 +132,36 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if i % args.eval_every == 0 or i == args.steps:
             right = count_right(state.params, test_batch)
             own = training.own(state)
-            loss = mean(own.loss) / (i - (points[-1]["step"] if points else 0))
-            point = Point(i, seconds, loss, int(right) / len(test_set.labels))
+            # No process holds all workers' losses, so all compute their mean.
+            loss = float(jax.jit(jnp.mean)(own.loss.value)) / (
+                i - (points[-1]["step"] if points else 0)
+            )
+            accuracy = int(right) / len(test_set.labels)
             say(
-                f"step {i}: {seconds:.2f} s, train loss {point.loss:.4f}, "
-                f"test accuracy {100 * point.accuracy:.1f} %",
+                f"step {i}: {seconds:.2f} s, train loss {loss:.4f}, "
+                f"test accuracy {100 * accuracy:.1f} %",
                 flush=True,
             )
-            points.append(point._asdict())
+            # Seconds of training, without compiling and evaluating; the loss since the last point.
+            points.append({"step": i, "seconds": seconds, "loss": loss, "accuracy": accuracy})
             state = training.with_own(state, own._replace(loss=jaxsparse.shard(no_loss(), mesh)))
         if saved is not None:
             saved.save(state, Progress(i, mesh.size, seconds, points))
     if saved is not None:
         saved.close()
     if args.json is not None and jax.process_index() == 0:
-        save(args, mesh, parameters, moved, points)
+        result = {
+            "settings": vars(args),
+            "parameters": parameters,
+            "processes": jax.process_count(),
+            "workers": mesh.size,
+            "payload_bytes": moved.payload / args.local_steps,
+            "received_bytes": moved.received / args.local_steps,  # mean over steps
+            "rounds": moved.rounds,
+            "points": points,
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=2, default=str))
 
 
 def exchanging_gradients(
@@ -225,35 +231,6 @@ def exchanging_displacements(
 
 def no_loss() -> jaxsparse.PerWorker:
     return jaxsparse.PerWorker.wrap(jnp.float32(0))
-
-
-_mean = jax.jit(jnp.mean)
-
-
-def mean(loss: jaxsparse.PerWorker) -> float:
-    """The mean over workers. No process holds all of them, so all processes have to call it."""
-    return float(_mean(loss.value))
-
-
-def save(
-    args: argparse.Namespace,
-    mesh: Mesh,
-    parameters: int,
-    moved: jaxsparse.traffic.WireBytes,
-    points: Sequence[dict[str, Any]],
-) -> None:
-    result = {
-        "settings": vars(args),
-        "parameters": parameters,
-        "processes": jax.process_count(),
-        "workers": mesh.size,
-        "payload_bytes": moved.payload / args.local_steps,
-        "received_bytes": moved.received / args.local_steps,  # mean over steps
-        "rounds": moved.rounds,
-        "points": points,
-    }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(result, indent=2, default=str))
 
 
 def main() -> None:
