@@ -39,7 +39,6 @@ CASES = {
                 "k": 2,
                 "group_size": 64,
                 "algorithm": "split_allgather",
-                "union_factor": 0.5,
             },
             {"k": 64, "group_size": 64, "algorithm": "split_allgather"},
         ),

@@ -298,7 +298,6 @@ def _sparcml(rng, size, workers):
         "algorithm": algorithm,
         "bits": bits,
         "rounding": _pick(rng, "stochastic", "nearest"),
-        "union_factor": _pick(rng, None, 0.3, 0.5, 1.0),
         "codec": _codec(rng),
     }
 

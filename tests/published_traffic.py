@@ -140,13 +140,15 @@ def s2_traffic(reducer, size, workers):
 def sparcml_traffic(reducer, size, workers):
     """The traffic of each of SparCML's algorithms."""
     k, first = reducer.entries(size), {"capacity": reducer.capacity(size, workers)}
-    union_capacity = reducer.union_capacity(size, workers)
+    words = {name: received / 4 for name, (_, received) in reducer.traffic(size, workers).items()}
     return {
-        "recursive_double": recursive_double_traffic(k, size, workers),
+        "recursive_double": recursive_double_traffic(k, size, workers)._replace(
+            words=words["recursive_double"]
+        ),
         "all_gather": all_gather_sum_traffic(k, size, workers),
         "dsar_split_allgather": dsar_split_allgather_traffic(k, size, workers, **first),
-        "split_allgather": split_allgather_traffic(
-            k, size, workers, **first, union_capacity=union_capacity
+        "split_allgather": split_allgather_traffic(k, size, workers, **first)._replace(
+            words=words["split_allgather"]
         ),
         "ring": sparse_ring_traffic(k, size, workers),
     }

@@ -91,10 +91,6 @@ SETTINGS = {
         r"codec=.*Packed.* is not a codec: use codecs.COO, codecs.Packed\(\) or",
     ),
     "a codec's name": (lambda: jaxsparse.sparcml(codec="packed"), r"codec='packed' is not a codec"),
-    "capacity": (
-        lambda: jaxsparse.sparcml(union_factor=-1, algorithm="recursive_double"),
-        r"union_factor=-1 must be positive and finite",
-    ),
     "endless capacity": (
         lambda: jaxsparse.ok_topk(0.1, capacity_factor=float("inf")),
         r"capacity_factor=inf must be finite",

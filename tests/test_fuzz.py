@@ -112,7 +112,7 @@ FOUND = {
     "a scale over its levels was subnormal in one program alone": (
         Program(
             "sparcml",
-            {"k": 4, "group_size": 4, "bits": 8, "rounding": "nearest", "union_factor": 0.3},
+            {"k": 4, "group_size": 4, "bits": 8, "rounding": "nearest"},
             workers=2,
             leaves=(Leaf((48, 40), "float32"),),
             momentum=0.9,

@@ -12,11 +12,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import workers
 from contract import CASES, KINDS, rounds
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_meshes import MESHES, NAMES, SHAPES, SPECS, gradients, is_bias, mesh, on, put, stepper
+from training import stepped
 from workers import some
 
 import jaxsparse
@@ -24,7 +26,7 @@ from jaxsparse import PerWorker, reshard, shard, traffic
 from jaxsparse.comm import meshes
 from jaxsparse.feedback.sharded import exchanged_specs
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.systems import OmniReduce
+from jaxsparse.systems import OmniReduce, SparCML, SparDL
 from jaxsparse.systems.dense import Dense
 
 STEPS = 2
@@ -53,37 +55,22 @@ def kept(state, field, name):
 
 
 LAWFUL = [name for name, case in CASES.items() if case.reducer.conserves]
-SLOW = KINDS & set(LAWFUL)
-ADAPTING = {name for name, case in CASES.items() if case.reducer.adapts_messages}
+SLOW = [name for name in LAWFUL if name in KINDS]
 
 
-def pairs(usual, slow=SLOW):
-    """Systems and meshes.
-
-    The `usual` systems always run, on one mesh. The `slow` systems on it, and two on all meshes,
-    are slow. The rest is thorough.
-    """
-    every = [(name, shape) for name in LAWFUL for shape in MESHES]
-    slow = [
-        (name, shape)
-        for name, shape in every
-        if (name in slow and shape == MESHES[0]) or name in ("spardl", "sketched_sgd")
-    ]
-    return some(every, [(name, MESHES[0]) for name in usual], slow)
+def pairs(usual, names=SLOW):
+    """The systems, and two more, on one mesh, and these two on all meshes."""
+    found = [(name, MESHES[0]) for name in LAWFUL if name in names]
+    found += [(name, shape) for name in ("spardl", "sketched_sgd") for shape in MESHES]
+    return some(dict.fromkeys(found), [(usual, MESHES[0])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "pair",
-    some(
-        [("top_k", "shard_map"), *((name, "vmap") for name in LAWFUL)],
-        [],
-        [("top_k", "shard_map"), *((name, "vmap") for name in SLOW)],
-    ),
-    ids=str,
+    ("name", "via"), [("top_k", "shard_map"), *((name, "vmap") for name in SLOW)]
 )
-def test_what_is_dropped_takes_no_memory(pair):
+def test_what_is_dropped_takes_no_memory(name, via):
     """A step with decay=0 is one whose residual has been set to zero before it."""
-    name, via = pair
     where, reducer = mesh(), CASES[name].reducer
     run, state, _ = stepper(reducer, where, via, decay=0.0, momentum=0.5)
     expected, other, _ = stepper(reducer, where, via, momentum=0.5)
@@ -98,13 +85,11 @@ def test_what_is_dropped_takes_no_memory(pair):
     jax.tree.map(np.testing.assert_array_equal, state.momentum, other.momentum)
 
 
-@pytest.mark.parametrize("pair", pairs(["spardl"]), ids=str)
+@pytest.mark.parametrize("pair", pairs("spardl"), ids=str)
 def test_nothing_is_lost(pair):
     """W times the updates and the residuals add up to all gradients, leaf by leaf."""
     name, shape = pair
     where, case = mesh(shape), CASES[name]
-    if name in ADAPTING and math.prod(shape[1:]) > 1:
-        pytest.skip("its messages may differ between a worker's devices: see test_refused")
     sent, given, state = steps(case.reducer, where)
     for leaf in SHAPES:
         total = given[leaf] + kept(state, "residual", leaf)
@@ -115,19 +100,48 @@ def test_nothing_is_lost(pair):
     assert 0 < int(state.info.delivered) <= sum(map(math.prod, SHAPES.values()))
 
 
-@pytest.mark.parametrize(
-    "pair", pairs(["sketched_sgd"], slow=["top_k", "quantized", "powersgd"]), ids=str
-)
+@pytest.mark.parametrize("pair", pairs("sketched_sgd", ["top_k", "quantized", "powersgd"]), ids=str)
 def test_full_budget_is_the_dense_mean(pair):
     name, shape = pair
     where, case = mesh(shape), CASES[name]
-    if case.full.adapts_messages and math.prod(shape[1:]) > 1:
-        pytest.skip("its messages may differ between a worker's devices: see test_refused")
     sent, given, state = steps(case.full, where)
     for leaf in SHAPES:
         tolerance = {"atol": 4.0} if rounds(case.full) else {"rtol": 1e-5, "atol": 1e-3}
         owed = kept(state, "residual", leaf)
         np.testing.assert_allclose(given[leaf] + owed, sent[leaf], **tolerance, err_msg=leaf)
+
+
+@pytest.mark.parametrize(
+    "reducer",
+    some(
+        [
+            SparCML(4, 64, algorithm="recursive_double"),
+            SparCML(4, 64, algorithm="split_allgather"),
+            SparDL(0.2, teams=2, gather="bruck"),
+        ],
+        [SparCML(4, 64, algorithm="recursive_double")],
+    ),
+    ids=lambda reducer: f"{reducer.system} {getattr(reducer, 'algorithm', '')}",
+)
+def test_a_workers_devices_take_the_same_room(reducer):
+    """Workers agree on one device's shards and not on another's: their sums need unlike rooms.
+
+    Devices with rooms of their own would take different branches, each with collectives in it.
+    """
+    where = mesh((4, 1, 2))
+    run, state, _ = stepper(reducer, where)
+    sent, given = np.zeros(SHAPES["both"]), np.zeros(SHAPES["both"])
+    for seed in range(4):
+        grads = gradients(4, seed)
+        for name in ("both", "one"):
+            half = SHAPES[name][1] // 2
+            grads[name][:, :, :half] = grads[name][:1, :, :half]
+        updates, state = run(put(where, grads, "hosts"), state)
+        given += 4 * np.asarray(updates["both"], np.float64)
+        sent += grads["both"].sum(0, dtype=np.float64)
+    np.testing.assert_array_equal(given + kept(state, "residual", "both"), sent)
+    for one in jax.tree.leaves(state.reducers):
+        np.testing.assert_array_equal(one[0], one[1])  # a row for each of the two devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,21 +181,6 @@ def test_ways_are_equal_and_momentum_and_delay_are_those_of_one_device(via):
             jax.tree.map(np.testing.assert_array_equal, *jax.device_get((ours, theirs)))
 
 
-@pytest.mark.parametrize("delay", some([0, 1], [0]))
-def test_one_shard_that_is_not_finite_skips_the_step_on_all_devices(delay):
-    where = mesh((2, 2, 2))
-    run, state, _ = stepper(CASES["spardl"].reducer, where, delay=delay)
-    _, state = run(put(where, gradients(2), "hosts"), state)
-    broken = gradients(2, 1)
-    broken["both"][1, 15, 23] = np.inf
-    updates, after = run(put(where, broken, "hosts"), state)
-    assert int(after.skipped) == 1
-    if not delay:
-        assert not any(np.any(x) for x in jax.tree.leaves(jax.device_get(updates)))
-        changed = after._replace(skipped=state.skipped)
-        jax.tree.map(np.testing.assert_array_equal, *jax.device_get((changed, state)))
-
-
 def test_a_device_holds_its_shards_alone():
     where = mesh((2, 2, 2))
     _, state, _ = stepper(CASES["spardl"].reducer, where)
@@ -210,10 +209,10 @@ def test_updates_are_placed_as_parameters_are_and_counted_on_all_devices():
     assert int(state.info.delivered) == sum(map(math.prod, SHAPES.values()))
 
 
-@pytest.mark.parametrize("shape", some([(2, 2), (2,)], [], slow=[(2, 2)]), ids=str)
-def test_copies_of_a_rounded_momentum_stay_equal(shape):
+@pytest.mark.slow
+def test_copies_of_a_rounded_momentum_stay_equal():
     """All workers round the momentum of the mean alike, and their residuals independently."""
-    where = mesh(shape)
+    where = mesh((2, 2))
     tx = jaxsparse.error_feedback(
         OmniReduce(block_size=4, density=None, union_density=0.5),  # half finds no room
         axis_name="hosts",
@@ -347,56 +346,6 @@ def test_sharded_training_is_dense_training(shape):
             assert x.sharding.is_equivalent_to(fits, x.ndim), (name, x.sharding)
 
 
-@pytest.mark.slow
-def test_a_data_axis_is_split_into_slices_and_their_devices():
-    """JAX averages inside a slice, where parameters are copies. Messages alone cross slices."""
-    names, types = ("slices", "data", "tp"), (AxisType.Auto,) * 3
-    one = jax.make_mesh((4, 2), names[1:], axis_types=types[1:])
-    where = Mesh(one.devices.reshape(2, 2, 2), names, axis_types=types)
-    inner = optax.sgd(0.5, momentum=0.9)
-
-    def loss_of(params, x):
-        return jnp.mean(jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - x))
-
-    def step_of(tx, mean=lambda loss: loss):
-        def step(state, x):
-            loss, grads = jax.value_and_grad(loss_of)(state[0], x)
-            updates, opt_state = tx.update(grads, state[1], state[0])
-            return (optax.apply_updates(state[0], updates), opt_state), mean(loss)
-
-        return step
-
-    def start(mesh):
-        rng, specs = np.random.default_rng(0), {"in": P(None, "tp"), "out": P("tp")}
-        draw = lambda shape: rng.normal(size=shape).astype(np.float32) / 4
-        values = {"in": draw((16, 64)), "out": draw((64, 16))}
-        return {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in values.items()}
-
-    batches = np.random.default_rng(1).normal(size=(3, 16, 16)).astype(np.float32)
-    rows = NamedSharding(where, P(("slices", "data")))
-    mean = lambda loss: jax.lax.pmean(loss, "slices")
-    runs = {}
-    for density in (1.0, 0.05):
-        sent = jaxsparse.top_k(density, axis_name="slices", is_dense=lambda *_: False)
-        tx = optax.chain(sent, inner)
-        run = run_on_workers(step_of(tx, mean), where, axis_name="slices")
-        runs[density] = run, shard((start(where), tx.init(start(where))), where, "slices")
-    plain, expected = jax.jit(step_of(inner)), (start(one), inner.init(start(one)))
-    run, state = runs[1.0]
-    for x in batches:
-        expected, wanted = plain(expected, jax.device_put(x, NamedSharding(one, P("data"))))
-        state, loss = run(state, jax.device_put(x, rows))
-        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
-    jax.tree.map(close, *jax.device_get((state[0], expected[0])))
-
-    run, state = runs[0.05]
-    moved = jaxsparse.wire_bytes(run, state, jax.device_put(batches[0], rows), mesh=where)
-    dense = 4 * 2 * 16 * 64 / 2  # of a device's shards, of both matrices
-    assert 0 < moved.across("slices").received < 0.15 * dense
-    assert moved.within("slices").received > dense / 2  # JAX's means inside a slice are whole
-
-
 def test_convolutions_get_shard_map():
     """Under vmap, weight gradients of a batch of workers would be gathered across workers."""
     where = mesh((2, 2, 2))
@@ -466,13 +415,7 @@ def test_an_exchange_of_what_no_worker_has_alone_runs_and_keeps_its_momentum():
             jaxsparse.dense(axis_name="hosts", momentum=0.5),
         )
         params = put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-        state = shard(tx.init(params), where, "hosts")
-        step = run_on_workers(
-            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
-            where,
-            axis_name="hosts",
-            batch_argnums=0,
-        )
+        state, step = shard(tx.init(params), where, "hosts"), stepped(tx, where, "hosts")
         for seed in range(2):
             updates, state = step(put(where, gradients(2, seed), "hosts"), state)
         return jax.device_get(updates)
@@ -515,7 +458,7 @@ class TestInit:
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
 
     def test_without_inner_axes(self):
-        tx = jaxsparse.spardl(0.1, mesh=mesh_of_workers(), is_dense=is_bias)
+        tx = jaxsparse.spardl(0.1, mesh=workers.mesh(8), is_dense=is_bias)
         state = tx.init({name: jnp.zeros(s) for name, s in SHAPES.items()})
         assert state.residual["both"].value.shape == (8, *SHAPES["both"])
         assert state.residual["both"].value.sharding.spec == P("data")
@@ -586,10 +529,6 @@ class TestInit:
             tx.init({"w": jnp.zeros((3, 7))})
 
 
-def mesh_of_workers():
-    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-
 @pytest.mark.parametrize("name", some(["ok_topk", "spardl"], []))
 def test_training_goes_on_with_other_hosts_and_another_inner_mesh(name):
     """From 4 x 2 to 2 x 4 to 8 x 1 devices, residuals keep what they owe, to rounding."""
@@ -609,12 +548,7 @@ def test_training_goes_on_with_other_hosts_and_another_inner_mesh(name):
             if state is None
             else reshard(state, where, "hosts", like=start)
         )
-        step = run_on_workers(
-            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
-            where,
-            axis_name="hosts",
-            batch_argnums=0,
-        )
+        step = stepped(tx, where, "hosts")
         for seed in range(2):
             grads = {n: gradients(shape[0], seed)[n] for n in shapes}
             updates, state = step(put(where, grads, "hosts"), state)
@@ -721,38 +655,6 @@ class TestDoors:
             np.testing.assert_array_equal(update, expected)
         moved = traffic.wire_bytes(compiled, mesh=where).across("hosts")
         assert moved.payload <= 4 * (2 * 16 * 8 // math.prod(shape[1:]) + 2)  # and two flags
-
-
-@pytest.mark.slow
-def test_an_nnx_optimizer_with_sharded_parameters():
-    where = mesh((2, 2, 2))
-    model = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
-    fits = NamedSharding(where, P("fsdp", "tp"))
-    model.kernel.set_value(jax.device_put(model.kernel.get_value(), fits))
-    tx = optax.chain(jaxsparse.spardl(0.1, axis_name="hosts"), optax.sgd(0.1, momentum=0.9))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    graphdef, state = nnx.split((model, optimizer))
-
-    def step(state, x):
-        model, optimizer = nnx.merge(graphdef, state)
-        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.square(m(x) - 1)))(model)
-        optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), jax.lax.pmean(loss, "hosts")
-
-    run = run_on_workers(step, where, axis_name="hosts")
-    state = shard(state, where, "hosts")
-    x = jax.device_put(
-        np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32),
-        NamedSharding(where, P(("hosts", "fsdp"))),
-    )
-    losses = []
-    for _ in range(8):
-        state, loss = run(state, x)
-        losses.append(float(loss))
-    assert losses[-1] < 0.8 * losses[0]
-    model, optimizer = nnx.merge(graphdef, state)
-    assert isinstance(optimizer.opt_state[0].residual["kernel"], PerWorker)
-    assert model.kernel.get_value().sharding.spec == P("fsdp", "tp")
 
 
 LOOKUP = """

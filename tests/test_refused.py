@@ -26,8 +26,8 @@ def inner_mesh():
     return jax.make_mesh((2, 4), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def state_of_shards(**settings):
-    return jaxsparse.spardl(0.1, mesh=inner_mesh(), **settings).init(PARAMS)
+def state_of_shards():
+    return jaxsparse.spardl(0.1, mesh=inner_mesh()).init(PARAMS)
 
 
 def another_accumulator():
@@ -131,7 +131,6 @@ REFUSED = {
     "does not divide the": lambda: update(jaxsparse.spardl(0.1, teams=2)),
     "was made for the inner axes": state_of_another_mesh,
     "is traced, so its partition": traced_without_specs,
-    "adapts its messages": lambda: state_of_shards(teams=2, gather="bruck"),
     "must lie in [0, 1)": lambda: sketched(momentum=1.0),
     "fed back it grows from step to step": lambda: Quantized(
         QSGD(2, scale="l2"), rounding="nearest"

@@ -5,7 +5,10 @@ word may be a count, so that counts need no round of their own.
 """
 
 import dataclasses
-from typing import NamedTuple
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,16 @@ from jaxsparse.arrays.stream import (
 )
 from jaxsparse.codecs.codec import left_of
 
+T = TypeVar("T")
+Arrived = Array | SparseStream  # a vector, or its entries
+
+# Largest ratio of a message's room to the next smaller one. Each room is a branch of the program,
+# and 10 % more words cost less than the time to compile many more branches.
+_RATIO = 1.1
+# Spare room for sums that have a few entries more than in the exchange before.
+_SPARE = 50  # one in 50
+MOST_STAGES = 32  # for 2^32 workers
+
 
 class AllReduced(NamedTuple):
     """The entries of all workers' streams over vectors of d elements, combined.
@@ -39,6 +52,9 @@ class AllReduced(NamedTuple):
     # int32: where `residual` is given. Each is in [0, d], and only d, an empty slot, may repeat.
     # Elsewhere the residual is 0. None: `residual` has d elements.
     indices: Int[Array, " n"] | None = None
+    # int32: the most entries that a worker had to send in each stage; equal on all workers. None:
+    # rooms do not follow them.
+    needs: Int[Array, "32"] | None = None
 
     def whole(self) -> "AllReduced":
         if self.indices is None:
@@ -112,14 +128,26 @@ class MessageFormat:
             return x, jnp.zeros_like(x), count
         kept = x
         if is_bounded:
-            # NaN differs from itself, so entries are counted, not differences.
-            entries = jnp.count_nonzero(x).astype(jnp.int32)
+            kept, entries = self.cut(x, self.capacity)
             count = jnp.maximum(entries - self.capacity, 0)
-            largest = lambda x: to_dense(select.top_k(x, self.capacity), self.size)
-            # A sort takes more time than all else, and is rarely needed.
-            kept = jax.lax.cond(count > 0, largest, lambda x: x, x)
         sent = self.rounded(kept)
         return sent, left_of(x, sent), count
+
+    def cut(
+        self, x: Num[Array, " size"], room: Int[Array, ""] | int
+    ) -> tuple[Num[Array, " size"], Int[Array, ""]]:
+        """The `room` largest of partial sums, at most `capacity`, and the number of all of them."""
+        # NaN differs from itself, so entries are counted, not differences.
+        entries = jnp.count_nonzero(x).astype(jnp.int32)
+
+        def largest(x: Array) -> Array:
+            found = select.top_k(x, self.capacity)
+            has_room = jnp.arange(self.capacity) < room
+            indices = jnp.where(has_room, found.indices, self.size)
+            return to_dense(found._replace(indices=indices), self.size)
+
+        # A sort takes more time than all else, and is rarely needed.
+        return jax.lax.cond(entries > room, largest, lambda x: x, x), entries
 
     def pack(self, x: Num[Array, " size"]) -> UInt32[Array, " words"]:
         if self.is_dense:
@@ -137,19 +165,27 @@ class MessageFormat:
         return self.codec.encode(stream, self.size), lost
 
     def merge(self, x: Num[Array, " size"], message: UInt32[Array, " words"]) -> Array:
-        if self.is_dense:
-            return combine(self.op, x, codecs.from_bits(message, self.dtype))
-        return scatter(self.op, x, *self._entries(message))
+        return self.combine(x, self.unpack(message))
 
     def vector(self, message: UInt32[Array, " words"]) -> Num[Array, " size"]:
+        return self.spread(self.unpack(message))
+
+    def unpack(self, message: UInt32[Array, " words"]) -> Arrived:
         if self.is_dense:
             return codecs.from_bits(message, self.dtype)
-        entries = self._entries(message)
-        empty = filled(self.size, neutral(self.op, self.dtype), entries.indices)
-        return scatter(self.op, empty, *entries)
-
-    def _entries(self, message: UInt32[Array, " words"]) -> SparseStream:
         return self.codec.decode(message, self.capacity, self.size, self.dtype)
+
+    def combine(self, x: Num[Array, " size"], arrived: Arrived) -> Array:
+        if isinstance(arrived, SparseStream):
+            return scatter(self.op, x, *arrived)
+        return combine(self.op, x, arrived)
+
+    def spread(self, arrived: Arrived) -> Num[Array, " size"]:
+        """The vector of what arrived."""
+        if not isinstance(arrived, SparseStream):
+            return arrived
+        empty = filled(self.size, neutral(self.op, self.dtype), arrived.indices)
+        return scatter(self.op, empty, *arrived)
 
     def merge_all(self, messages: UInt32[Array, "n words"]) -> Num[Array, " size"]:
         """Combines the vectors of all messages, one after the other.
@@ -164,6 +200,90 @@ class MessageFormat:
 
     def ranges(self, messages: UInt32[Array, "n words"]) -> Num[Array, " n*size"]:
         return jax.vmap(self.vector)(messages).reshape(-1)
+
+
+def ladder(least: float, most: int) -> list[int]:
+    """Rooms from `least` to `most` entries, each at most 1.1 times the last, rounded up."""
+    steps = max(1, math.ceil(math.log(most / least) / math.log(_RATIO)))
+    ratio = least / most
+    return sorted({math.ceil(most * ratio ** (i / steps) * (1 - 1e-12)) for i in range(steps + 1)})
+
+
+class Rooms:
+    """The rooms that one message may have. A program takes one of them when it runs.
+
+    They go from `least` entries up to those of the widest format, which alone may be dense.
+
+    Attributes:
+        room: int32 scalar, the number of entries that the message has room for now.
+    """
+
+    def __init__(self, widest: MessageFormat, least: int, need: Int[Array, ""]):
+        """Takes the narrowest room for `need` entries and a few more. 0: unknown, so the widest.
+
+        The need must be equal on all devices, because all must take the same branch.
+        """
+        self.formats: list[MessageFormat] = []
+        rooms = ladder(min(least, widest.capacity), widest.capacity)
+        for room in rooms:
+            self.formats.append(dataclasses.replace(widest, capacity=room))
+            if self.formats[-1].is_dense:
+                rooms[len(self.formats) - 1 :] = [widest.size]
+                break
+        bounds = jnp.array(rooms, jnp.int32)
+        need = jnp.where(need > 0, need + need // _SPARE, rooms[-1])
+        self._rung = jnp.sum(need > bounds[:-1])
+        self.room = bounds[self._rung]
+
+    def exchange(
+        self,
+        x: Num[Array, " size"],
+        counts: Int[Array, " n"],
+        send: Callable[[UInt32[Array, " words"]], UInt32[Array, "*workers words"]],
+        receive: Callable[[Arrived], T],
+    ) -> tuple[T, Num[Array, " size"], Int[Array, "*workers n"]]:
+        """Sends x and counts by a collective.
+
+        Returns:
+            What `receive` makes of the vector or the entries that arrive; x as others see it; the
+            counts that arrive.
+        """
+
+        def split(words: Array) -> tuple[Array, Array]:
+            message, arrived = jnp.split(words, [words.shape[-1] - counts.size], axis=-1)
+            return message, arrived.astype(jnp.int32)
+
+        def in_full() -> Any:
+            message, arrived = split(send(jnp.concatenate([codecs.bits(x), tail])))
+            return receive(codecs.from_bits(message, x.dtype)), x, arrived
+
+        def in_entries() -> Any:
+            most = sparse[-1].capacity
+            seen = sparse[-1].rounded(x)
+            entries = sparse[-1].extract(seen)
+
+            # Branches do nothing but send, so that they compile fast.
+            def at(of: MessageFormat) -> Any:
+                stream = SparseStream(*(leaf[: of.capacity] for leaf in entries))
+                words = jnp.concatenate([of.codec.encode(stream, of.size), tail])
+                message, arrived = split(send(words))
+                decode = functools.partial(
+                    of.codec.decode, capacity=of.capacity, size=of.size, dtype=x.dtype
+                )
+                found = (jax.vmap(decode) if message.ndim > 1 else decode)(message)
+                missing = [(0, 0)] * (message.ndim - 1) + [(0, most - of.capacity)]
+                indices = jnp.pad(found.indices, missing, constant_values=of.size)
+                return SparseStream(indices, jnp.pad(found.values, missing)), arrived
+
+            branches = [functools.partial(at, of) for of in sparse]
+            found, arrived = jax.lax.switch(self._rung, branches) if branches[1:] else branches[0]()
+            return receive(found), seen, arrived
+
+        tail = counts.astype(jnp.uint32)
+        sparse = [of for of in self.formats if not of.is_dense]
+        if len(sparse) == len(self.formats):
+            return in_entries()
+        return jax.lax.cond(self._rung == len(sparse), in_full, in_entries) if sparse else in_full()
 
 
 def with_count(

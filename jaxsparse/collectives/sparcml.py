@@ -5,6 +5,8 @@ the quantised second half of section 6). A gather of all messages (TopkA) and th
 8.1, figure 3, are the baselines.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Int, Key
@@ -22,12 +24,17 @@ from jaxsparse.arrays.stream import (
 from jaxsparse.codecs.codec import left_of
 from jaxsparse.collectives.messages import (
     AllReduced,
+    Arrived,
     MessageFormat,
+    Rooms,
     split_counts,
     with_count,
 )
 from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Group
+
+# A vector with what arrived in a format combined into it.
+Receive = Callable[[MessageFormat, Array, Arrived], Array]
 
 
 def room_in(name: str, capacity: int | None, most: int, op: Operation) -> int:
@@ -143,13 +150,15 @@ def split_allgather(
     codec: codecs.Codec = codecs.COO,
     capacity: int | None = None,
     union_capacity: int | None = None,
+    needs: Int[Array, "32"] | None = None,
 ) -> AllReduced:
     """Sends entries to the owners of their ranges, which send the sums to all.
 
     Unless a capacity bounds them, messages have room for all possible entries. They are dense
     arrays from SparCML's delta on. The paper's words (section 5.3.2) are between 2 (W - 1)/W 2k, if
     all supports are equal, and W 2k, if they are disjoint. Without capacities this function takes
-    more than the latter, because all k entries of a worker may have one owner.
+    more than the latter, because all k entries of a worker may have one owner. With `needs`, the
+    sums have the room that they took in the last exchange.
 
     Args:
         stream: k entries; an index may repeat.
@@ -163,21 +172,46 @@ def split_allgather(
         union_capacity: room for the sums of one owner. k / W suffices if all workers have the same
             indices and these are spread evenly. None: room for all possible sums. Sums without
             room, the smallest ones, stay in the owner's residual and are counted.
+        needs: those that the last exchange returned, see `recursive_double`.
     """
     workers = wire.axis_size(axis_name)
-    total, residual, overflow, _ = split(
+    _check_needs(needs, op)
+    total, residual, overflow, *_ = split(
         stream, size, axis_name=axis_name, op=op, codec=codec, capacity=capacity
     )
     message_format, is_cut = _gather_format(
         stream.capacity, size, workers, op, total.dtype, codec, capacity, union_capacity
     )
-    if is_cut or not message_format.is_exact:
-        total, lost, cut = message_format.fit(total, is_cut)
-        residual, overflow = own_range(residual, axis_name, lost), overflow + cut
-    is_bounded = capacity is not None or is_cut
-    message = with_count(message_format.pack(total), overflow if is_bounded else None)
-    messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
-    return AllReduced(message_format.ranges(messages)[:size], residual[:size], overflow)
+    if needs is None:
+        if is_cut or not message_format.is_exact:
+            total, lost, cut = message_format.fit(total, is_cut)
+            residual, overflow = own_range(residual, axis_name, lost), overflow + cut
+        is_bounded = capacity is not None or is_cut
+        message = with_count(message_format.pack(total), overflow if is_bounded else None)
+        messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
+        return AllReduced(message_format.ranges(messages)[:size], residual[:size], overflow)
+
+    rooms = Rooms(message_format, -(-stream.capacity // workers), needs[0])
+    kept, entries = message_format.cut(total, rooms.room)
+    counts = jnp.stack([entries, overflow + jnp.maximum(entries - rooms.room, 0)])
+    ranges, seen, counts = rooms.exchange(
+        kept,
+        counts,
+        lambda words: wire.all_gather(words, axis_name),
+        lambda arrived: jax.vmap(message_format.spread)(arrived),
+    )
+    entries = wire.most_of_devices(jnp.max(counts[:, 0]), axis_name)
+    residual = own_range(residual, axis_name, left_of(total, seen))[:size]
+    overflow = jnp.sum(counts[:, 1])
+    return AllReduced(ranges.reshape(-1)[:size], residual, overflow, needs=needs.at[0].set(entries))
+
+
+def _check_needs(needs: Array | None, op: Operation) -> None:
+    if needs is not None and op != "sum":
+        raise ValueError(
+            f"needs={needs}, but op={op!r} has no residual for entries that find no room: leave it "
+            "None"
+        )
 
 
 def _gather_format(
@@ -224,7 +258,7 @@ def dsar_split_allgather(
         raise ValueError(f"quantizer={quantizer}, but only sums can be quantised, not op={op!r}")
     if quantizer is not None and key is None:
         quantize.check_feedback(quantizer, stochastic=False)
-    total, residual, overflow, _ = split(
+    total, residual, overflow, *_ = split(
         stream, size, axis_name=axis_name, op=op, codec=codec, capacity=capacity
     )
     m = total.size
@@ -258,6 +292,7 @@ def recursive_double(
     axis_name: str | None,
     op: Operation = "sum",
     codec: codecs.Codec = codecs.COO,
+    needs: Int[Array, "32"] | None = None,
 ) -> AllReduced:
     """Workers at distance 1, 2, 4, ... swap their partial sums. It has the least latency.
 
@@ -268,47 +303,78 @@ def recursive_double(
 
     It takes log2 W rounds, and 2 more if W is no power of two. The paper's words (section 5.3.1)
     are between log2(W) 2k, if all supports are equal, and (W - 1) 2k, if they are disjoint. With
-    static shapes it is always the latter.
+    static shapes it is always the latter. With `needs` it is at most 1.13 times the words that the
+    last exchange needed, and a few counts.
+
+    Args:
+        stream: k entries; an index may repeat.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries.
+        codec: wire format of sparse messages.
+        needs: the entries that each stage had to send in the last exchange, as that returned them.
+            0: unknown, so that there is room for all. Of more sums than have room, the largest are
+            sent. The others stay in the residuals of the workers that hold them, and are counted.
     """
     workers = wire.axis_size(axis_name)
     power, k = _power(workers), stream.capacity
     extra, rank = workers - power, wire.axis_index(axis_name)
     MessageFormat(size, k, op, stream.values.dtype, codec)  # raises for a single worker, too
+    _check_needs(needs, op)
     formats = [
         MessageFormat(size, capacity, op, stream.values.dtype, codec)
         for capacity in _capacities(k, size, workers)
     ]
     x = to_dense(stream, size, op)
     residual = jnp.zeros_like(x)
+    # The needs of all stages and the overflow, of the workers whose entries are in x.
+    counts = jnp.zeros(0 if needs is None else len(formats) + 1, jnp.int32)
 
-    def prepare(holds: Array, holders: int) -> tuple[MessageFormat, Array, Array]:
-        """The next format, x as its holders send it, and the new residual."""
-        message_format = formats.pop(0)
-        if message_format.is_exact:
-            return message_format, x, residual
-        sent = jnp.where(holds, message_format.rounded(x), x)
-        return message_format, sent, residual + (x - sent) / holders
+    def exchange(
+        stage: int, pairs: list[tuple[int, int]], holds: Array, holders: int, receive: Receive
+    ) -> tuple[Array, Array, Array]:
+        """x, residual and counts after a stage, in which `holds` tells who sends x.
+
+        `holders` workers have the same x, and each keeps its share of what does not arrive.
+        """
+        of = formats[stage]
+        send = lambda words: wire.permute(words, axis_name, pairs)
+        if needs is None:
+            if of.is_exact:
+                return receive(of, x, of.unpack(send(of.pack(x)))), residual, counts
+            sent = jnp.where(holds, of.rounded(x), x)
+            left = residual + left_of(x, sent) / holders
+            return receive(of, sent, of.unpack(send(of.pack(sent)))), left, counts
+        rooms = Rooms(of, k, needs[stage])
+        kept, entries = of.cut(x, rooms.room)
+        over = jnp.maximum(entries - rooms.room, 0)
+        known = jnp.where(holds, counts.at[stage].set(entries).at[-1].add(over), counts)
+        arrived, seen, others = rooms.exchange(kept, known, send, of.spread)
+        sent = jnp.where(holds, seen, x)
+        known = jnp.concatenate([jnp.maximum(known, others)[:-1], (known + others)[-1:]])
+        return receive(of, sent, arrived), residual + left_of(x, sent) / holders, known
 
     if extra:
-        message_format, x, residual = prepare(rank >= power, 1)
         pairs = [(power + i, i) for i in range(extra)]
-        message = wire.permute(message_format.pack(x), axis_name, pairs)
-        x = jnp.where(rank < extra, message_format.merge(x, message), x)
-    distance = 1
+        fold = lambda of, x, arrived: jnp.where(rank < extra, of.combine(x, arrived), x)
+        x, residual, counts = exchange(0, pairs, rank >= power, 1, fold)
+    distance, stage = 1, int(extra > 0)
     while distance < power:
-        message_format, x, residual = prepare(rank < power, distance)
         pairs = [(i, i ^ distance) for i in range(power)]
-        x = message_format.merge(x, wire.permute(message_format.pack(x), axis_name, pairs))
-        distance *= 2
+        x, residual, counts = exchange(stage, pairs, rank < power, distance, MessageFormat.combine)
+        distance, stage = 2 * distance, stage + 1
     if extra:
-        message_format, x, residual = prepare(rank < power, power)
         pairs = [(i, power + i) for i in range(extra)]
-        message = wire.permute(message_format.pack(x), axis_name, pairs)
-        x = jnp.where(rank >= power, message_format.vector(message), x)
+        unfold = lambda of, x, arrived: jnp.where(rank >= power, of.spread(arrived), x)
+        x, residual, counts = exchange(stage, pairs, rank < power, power, unfold)
     # CPUs take subnormal numbers for zeros, which sparse messages leave out. So where one worker
     # adds up -0 and -0, another may have 0 and -0: they would differ by the sign.
-    x = jnp.where(x == 0, jnp.zeros_like(x), x)
-    return AllReduced(wire.replicated(x, axis_name), residual, jnp.int32(0))
+    x = wire.replicated(jnp.where(x == 0, jnp.zeros_like(x), x), axis_name)
+    if needs is None or not formats:
+        return AllReduced(x, residual, jnp.int32(0), needs=needs)
+    counts = wire.replicated(counts, axis_name)
+    found = wire.most_of_devices(counts[:-1], axis_name)
+    return AllReduced(x, residual, counts[-1], needs=needs.at[: found.size].set(found))
 
 
 def _power(workers: int) -> int:

@@ -5,7 +5,6 @@ blocks over teams: R-SAG for a power of two of teams, B-SAG for any number.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxsparse import codecs
 from jaxsparse.arrays.stream import SparseStream, add, add_to, to_dense
 from jaxsparse.codecs.codec import left_of
+from jaxsparse.collectives.messages import ladder
 from jaxsparse.comm.wire import Group, bruck_all_gather
 
 # A function of a vector and k that returns k of the vector's entries, with distinct indices.
@@ -70,11 +70,6 @@ def spar_reduce_scatter(
     own = select(sums[rank], k)
     sums = sums.at[rank, own.indices].set(0, mode="drop")
     return Scattered(own, sums, selected.at[rank, own.indices].set(True))
-
-
-# Largest ratio of a capacity of B-SAG's messages to the next smaller one. Each capacity is a branch
-# of the program, and 10 % more words cost less than the time to compile many more branches.
-_RATIO = 1.1
 
 
 def largest(stream: SparseStream, k: int) -> tuple[SparseStream, SparseStream]:
@@ -185,7 +180,7 @@ def bruck(
 
     Rounds: ceil(log2(teams)). Words received: (teams - 1) codec.words(capacity, size).
     """
-    rungs = ladder(k, across.size)
+    rungs = ladder(k / across.size, k)
     h = jnp.round(state.h).astype(jnp.int32)
     sorted_block, _ = largest(block, block.capacity)
     is_sent = jnp.arange(block.capacity) < h
@@ -207,16 +202,10 @@ def bruck(
         nothing = jnp.zeros_like(block.values, shape=(size,))
         return jax.lax.fori_loop(0, across.size, add_next, nothing)
 
-    branches = [lambda capacity=capacity: gather(capacity) for capacity in rungs]
+    branches = [functools.partial(gather, capacity) for capacity in rungs]
     rung = jnp.sum(h > jnp.array(rungs[:-1], jnp.int32)) if len(rungs) > 1 else 0
     total = jax.lax.switch(rung, branches)
     kept = select(total, k)
     cut = total.at[kept.indices].set(0, mode="drop")
     entries = jnp.count_nonzero(total).astype(jnp.int32)
     return kept, discarded + cut / across.size, entries
-
-
-def ladder(k: int, teams: int) -> list[int]:
-    """The capacities of B-SAG's messages, from k / teams to k, each at most 1.1 times the last."""
-    steps = math.ceil(math.log(teams) / math.log(_RATIO))
-    return sorted({math.ceil(k * teams ** -(i / steps) * (1 - 1e-12)) for i in range(steps + 1)})

@@ -135,6 +135,19 @@ def pmax(x: Array, axis_name: str | None) -> Array:
     return jax.lax.pmax(x, axis_name)
 
 
+def most_of_devices(x: Array, axis_name: str | None) -> Array:
+    """Maximum over a worker's devices, of a value that is equal on all workers.
+
+    Devices may take different branches only if these have no permutation, which XLA runs as one
+    collective of all devices. So what chooses a branch must be equal on all of them.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    inner = tuple(axis for axis in manual if axis != axis_name)
+    for axis in inner:
+        x = varying(x, axis)
+    return jax.lax.pmax(x, inner) if inner else x
+
+
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """The axes of an exchange.

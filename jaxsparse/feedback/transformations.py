@@ -355,14 +355,6 @@ def _plan(
             leaves = [tuple(Leaf(*leaf) for leaf in layout.leaves(i)) for i in own]
             made = [reducer.with_leaves(each) for reducer, each in zip(made, leaves)]
         reducers += made
-    # No permutation may stand in a branch on a value that differs between a worker's devices,
-    # because XLA runs it as one collective of all devices. Sums may.
-    if devices > 1 and (adapting := [r for r in reducers if r.adapts_messages]):
-        raise ValueError(
-            f"gather='bruck' of {adapting[0]} adapts its messages to each device's shard, and "
-            f"the {devices} devices of a worker would wait for each other for ever: use "
-            "gather='recursive' (for a power of two of teams), or teams=1"
-        )
     return TreePlan(
         layout=layout,
         reducers=tuple(reducers),

@@ -163,15 +163,6 @@ class Reducer(abc.ABC):
         """
         return False
 
-    @property
-    def adapts_messages(self) -> bool:
-        """Whether the shapes of its messages depend on earlier exchanges.
-
-        Shards that are exchanged side by side may then send different messages. All devices take
-        part in one collective-permute, so they would wait for each other for ever.
-        """
-        return False
-
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
         """One reducer for each bucket of these sizes, beside so many dense elements."""
         return (self,) * len(sizes)

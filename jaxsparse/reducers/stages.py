@@ -83,11 +83,6 @@ class Staged(Reducer):
         return any(reducer.needs_zeros for reducer in self.reducers)
 
     @property
-    def adapts_messages(self) -> bool:
-        """Whether any stage adapts them. The stage itself is the same for all shards."""
-        return any(reducer.adapts_messages for reducer in self.reducers)
-
-    @property
     def whole_leaves(self) -> bool:
         return any(reducer.whole_leaves for reducer in self.reducers)
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs, quantize, select
-from jaxsparse.arrays.settings import check_size, static_float
+from jaxsparse.arrays.settings import check_size
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.collectives.messages import AllReduced, MessageFormat
+from jaxsparse.collectives.messages import MOST_STAGES, AllReduced, MessageFormat
 from jaxsparse.collectives.sparcml import (
     all_gather_sum,
     dsar_split_allgather,
@@ -65,10 +65,6 @@ class SparCML(SeededReducer):
         rounding: way of rounding under `bits`. "stochastic" is unbiased and drops its error.
             "nearest" keeps its error in the residual, and refuses scale="l2" with too few bits for
             the group size: the residual could grow without bound.
-        union_factor: room for the sums of one owner in "split_allgather". 1 suffices nearly always
-            if workers select elements at random: it is the expected number of different elements
-            (appendix B), and four standard deviations more. Sums without room, the smallest, stay
-            in the owner's residual and are counted. None: room for all.
         link: latency and bandwidth for the choice of "auto". The default is 10 Gbit/s and 50 us.
         codec: wire format of sparse messages. `codecs.EliasFano()` sends some 11 bits an entry,
             with algorithm="all_gather"; `EliasFano(value_bits=16)` or 32 goes with all.
@@ -83,7 +79,6 @@ class SparCML(SeededReducer):
     bits_group_size: int = 1024
     scale: Literal["max", "l2"] = "max"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    union_factor: float | None = 1.0
     link: Link = _LINK
     codec: codecs.Codec = codecs.COO
 
@@ -96,12 +91,6 @@ class SparCML(SeededReducer):
         if not 1 <= self.k <= self.group_size:
             raise ValueError(f"k={self.k} must lie between 1 and group_size={self.group_size}")
         codecs.check_codec(self.codec)
-        factor = self.union_factor
-        if factor is not None and not 0 < static_float("union_factor", factor) < math.inf:
-            raise ValueError(
-                f"union_factor={factor} must be positive and finite (1 suffices for random "
-                "supports), or None for room for all sums"
-            )
         if self.bits is not None and self.algorithm not in ("auto", "dsar_split_allgather"):
             raise ValueError(
                 f"bits={self.bits} quantise the dense half of 'dsar_split_allgather', which "
@@ -123,7 +112,11 @@ class SparCML(SeededReducer):
         return conservation_of(self.codec) if self.bits is None else "to group rounding"
 
     def init(self, size: int) -> Any:
-        return jnp.uint32(0) if self._is_random else ()
+        """The number of the step where sums are rounded at random, or else what sums needed."""
+        if self._is_random:
+            return jnp.uint32(0)
+        has_sums = self.algorithm in ("auto", "recursive_double", "split_allgather")
+        return jnp.zeros(MOST_STAGES, jnp.int32) if has_sums and self.bits is None else ()
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         check_size("x.size", x.size)
@@ -134,7 +127,8 @@ class SparCML(SeededReducer):
             state = state + jnp.uint32(1)
         workers = wire.axis_size(axis_name)
         algorithm = self.algorithm_for(x.size, workers)
-        result = self.all_reduce(algorithm, stream, x.size, axis_name, key)
+        result = self.all_reduce(algorithm, stream, x.size, axis_name, key, state)
+        state = state if result.needs is None else result.needs
         return keep_streams(x, stream, result, state)
 
     @property
@@ -170,56 +164,47 @@ class SparCML(SeededReducer):
     def traffic(self, size: int, workers: int) -> dict[Algorithm, tuple[int, int]]:
         """Messages one after the other and received bytes of a worker, by algorithm.
 
-        Shapes are static, so messages have room for disjoint supports, and in the split ones for
-        the fullest range. They are dense where that is shorter.
+        Sums are those of random supports. Gradients overlap more, and room follows what sums need
+        (at most 1.13 times that). Messages are dense where that is shorter.
         """
         W, m, k = workers, -(-size // workers), self.entries(size)
+        union = lambda n: math.ceil(self.expected(size, n) - 1e-6)  # less what floats round
         words = lambda entries, of: MessageFormat(of, entries, "sum", jnp.float32, self.codec).words
         stages = range(W.bit_length() - 1)
         held = [2**t for t in stages]  # workers whose entries a message carries
         if 2 ** len(stages) != W:  # the extra workers send first, and get the result last
             held = [1, *(min(2 ** (t + 1), W) for t in stages), W]
-        doubled = [min(size, count * k) for count in held]
-        room = min(m, self.capacity(size, W))
-        union = self.union_capacity(size, W)
-        sums = min(m, W * room) if union is None else min(m, W * room, union)
-        first = words(room, m) + 1  # a count of what found no room
+        counts = len(held) + 1  # what each stage needs, and what found no room
+        doubled = [words(union(n), size) + counts for n in held]
+        first = words(min(m, self.capacity(size, W)), m)
+        second = words(-(-union(W) // W), m) + 2
         gather = rounds("all-gather", W)
         return {
             "all_gather": (gather, 4 * (W - 1) * words(k, size)),
-            "recursive_double": (len(doubled), 4 * sum(words(n, size) for n in doubled)),
-            "split_allgather": (2 * gather, 4 * (W - 1) * (first + words(sums, m))),
+            "recursive_double": (len(doubled), 4 * sum(doubled)),
+            "split_allgather": (2 * gather, 4 * (W - 1) * (first + second)),
         }
 
     def entries(self, size: int) -> int:
         """The number of entries in a worker's stream."""
         return count_entries(size, self.k, self.group_size)
 
+    def expected(self, size: int, workers: int) -> float:
+        """E[K], the average number of entries in a sum of random supports (appendix B)."""
+        return size * (1 - (1 - self.entries(size) / size) ** workers)
+
     def capacity(self, size: int, workers: int) -> int:
         """The most entries of a worker's stream in one owner's range of the split algorithms."""
         return most_entries(size, self.k, self.group_size, workers)
 
-    def union_capacity(self, size: int, workers: int) -> int | None:
-        """The room for one owner's sums in "split_allgather". None: room for all."""
-        if self.union_factor is None:
-            return None
-        m, k = -(-size // workers), self.k
-        # E[K] of appendix B, in one range: the expected number of elements in the union of W random
-        # supports. The last group may be shorter, and then has more entries for its size.
-        rest = size % self.group_size
-        last = min(m, rest)
-        absent = (m - last) * (1 - k / self.group_size) ** workers
-        if last:
-            absent += last * (1 - min(k, rest) / rest) ** workers
-        expected = m - absent
-        # Its variance is at most that of independent elements, and at most the difference between
-        # the most elements and the expected ones.
-        spare = max(0.0, workers * self.capacity(size, workers) - expected)
-        deviation = math.sqrt(min(expected * absent / m, spare))
-        return math.ceil(self.union_factor * min(m, expected + 4 * deviation))
-
     def all_reduce(
-        self, name: str, stream: SparseStream, size: int, axis_name: str | None, key: Array | None
+        self,
+        name: str,
+        stream: SparseStream,
+        size: int,
+        axis_name: str | None,
+        key: Array | None,
+        needs: Array,
     ) -> AllReduced:
         """Sums the workers' streams by the algorithm of this name; `key` is for rounding."""
         workers = wire.axis_size(axis_name)
@@ -232,10 +217,8 @@ class SparCML(SeededReducer):
             "ring": sparse_ring,
         }
         extra: dict[str, dict[str, Any]] = {
-            "split_allgather": {
-                "capacity": capacity,
-                "union_capacity": self.union_capacity(size, workers),
-            },
+            "recursive_double": {"needs": needs},
+            "split_allgather": {"capacity": capacity, "needs": needs},
             "dsar_split_allgather": {
                 "capacity": capacity,
                 "quantizer": self.quantizer,

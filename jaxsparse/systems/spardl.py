@@ -64,10 +64,6 @@ class SparDL(EntryReducer):
     def conservation(self) -> Conservation:
         return super().conservation if self.residuals == "global" else "leaks"
 
-    @property
-    def adapts_messages(self) -> bool:
-        return self.gather == "bruck" and self.teams > 1
-
     def init(self, size: int) -> Any:
         """B-SAG's h, step and flag, or no state without B-SAG."""
         if self.gather == "recursive" or self.teams == 1:
@@ -112,7 +108,8 @@ class SparDL(EntryReducer):
         messages = bruck_all_gather(jnp.concatenate([message, *extra]), team)
         if extra:
             counts = wire.replicated(messages[:, -1].astype(jnp.float32), axis_name)
-            state = state.adapt(jnp.mean(counts), k, self.teams)
+            count = wire.most_of_devices(jnp.mean(counts), axis_name)
+            state = state.adapt(count, k, self.teams)
             messages = messages[:, :-1]
         decode = functools.partial(self.codec.decode, capacity=k, size=size, dtype=x.dtype)
         total = jax.vmap(functools.partial(to_dense, size=size))(jax.vmap(decode)(messages))
