@@ -15,20 +15,16 @@ in the tests or an equivalent program: look at each, and name the equivalent one
 
 import argparse
 import ast
-import concurrent.futures
 import itertools
 import os
-import queue
 import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +45,7 @@ LIKELY = {
     "codecs": ("codec*", "stream", "collectives", "union"),
     "arrays/layout.py": ("layout", "partition", "feedback"),
 }
+SECONDS = 1800  # for one fault
 LEFT_OUT = (".git", "__pycache__", ".*_cache", ".hypothesis", ".venv", "*.egg-info")
 
 
@@ -285,29 +282,17 @@ def drawn(root: Path, count: int, seed: int) -> list[Fault]:
     return found
 
 
-def copied(root: Path, folder: str) -> Path:
-    """A copy of the tree in a new folder within `folder`."""
-    copy = Path(tempfile.mkdtemp(dir=folder)) / "tree"
-    shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    return copy
-
-
-def environment(copy: Path) -> dict[str, str]:
-    """The environment of a run on the copy. An installed package must not hide the copy."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    # Python tells a stale .pyc file by the source's time and size, which a fault may not change.
-    return {**kept, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def failure(
-    copy: Path, arguments: list[str], seconds: float, may_be_none: bool = False
-) -> str | None:
+def failure(copy: Path, arguments: list[str], seconds: float) -> str | None:
     """The test that fails first, or None if none fails."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    # An installed package must not hide the copy. Python tells a stale .pyc file by the source's
+    # time and size, which a fault may not change.
+    env = {**kept, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-x", "-q", "-rfE", "--tb=no"]
     with subprocess.Popen(
         [*command, "-p", "no:cacheprovider", *arguments],
         cwd=copy,
-        env=environment(copy),
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -320,9 +305,7 @@ def failure(
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)
-    if run.returncode == 5 and not may_be_none:
-        raise SystemExit(f"no test is selected by {shlex.join(arguments)}")
-    if run.returncode in (0, 5):
+    if run.returncode in (0, 5):  # 5: there is no test
         return None
     named = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return named[1] if named else (output.strip().splitlines() or ["no output"])[-1]
@@ -336,96 +319,48 @@ def likely(copy: Path, fault: Fault) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def caught_by(
-    copy: Path, fault: Fault, tests: list[str], options: list[str], seconds: float
-) -> str | None:
+def caught_by(copy: Path, fault: Fault, tests: list[str]) -> str | None:
     """The test that catches the fault in the copy, or None. The copy is restored afterwards."""
     file = copy / fault.path
     source = file.read_bytes()
     file.write_bytes(fault.mutated(source))
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + SECONDS
     try:
         if tests:
-            return failure(copy, [*options, *tests], seconds)
+            return failure(copy, tests, SECONDS)
         first = likely(copy, fault)
         others = [f"--ignore={name}" for name in first]
-        return failure(copy, [*options, *first], seconds, may_be_none=True) or failure(
-            copy, [*options, *others], deadline - time.monotonic()
-        )
+        return failure(copy, first, SECONDS) or failure(copy, others, deadline - time.monotonic())
     finally:
         file.write_bytes(source)
 
 
-def row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def outcomes(
-    chosen: dict[int, Fault], root: Path, given: argparse.Namespace
-) -> Iterator[tuple[int, str | None]]:
-    """The number of each fault and the test that caught it, in the order in which runs end."""
-    options = ["-n", str(given.workers), *shlex.split(given.pytest)]
-    copies: queue.Queue[Path] = queue.Queue()
-
-    def tried(fault: Fault) -> str | None:
-        copy = copies.get()
-        try:
-            return caught_by(copy, fault, given.tests, options, given.timeout)
-        finally:
-            copies.put(copy)
-
-    with tempfile.TemporaryDirectory() as folder:
-        copy = copied(root, folder)
-        if not given.skip_unchanged:
-            failed = failure(copy, [*options, *given.tests], given.timeout)
-            if failed is not None:
-                raise SystemExit(f"the tests fail without any fault: {failed}")
-        copies.put(copy)
-        for _ in range(given.jobs - 1):
-            copies.put(copied(root, folder))
-        pool = concurrent.futures.ThreadPoolExecutor(given.jobs)
-        try:
-            runs = {pool.submit(tried, fault): i for i, fault in chosen.items()}
-            for run in concurrent.futures.as_completed(runs):
-                yield runs[run], run.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def main(arguments: list[str] | None = None, root: Path = ROOT) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40, help="how many faults are drawn")
     parser.add_argument("--list", action="store_true", help="list the faults and run nothing")
     parser.add_argument("--only", type=int, nargs="+", default=[], help="numbers in the list")
     parser.add_argument("--tests", nargs="+", default=[], help="run these instead of the default")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one fault")
-    parser.add_argument("--jobs", type=int, default=1, help="faults tried at the same time")
-    parser.add_argument("--workers", type=int, default=2, help="of pytest, for each fault")
-    parser.add_argument(
-        "--pytest", default="", help="pytest's arguments in one string, as --pytest='-k gather'"
-    )
-    parser.add_argument(
-        "--skip-unchanged", action="store_true", help="trust that the tests pass without a fault"
-    )
-    given = parser.parse_args(arguments)
-    faults = dict(enumerate(drawn(root, given.count, given.seed), 1))
-    chosen = {i: faults[i] for i in given.only or faults}
-    if given.list:
-        for i, fault in chosen.items():
-            place, before, after = fault.described(root)
-            print(f"{i:3} {place}\n    {before}\n    {after}")
-        return
+    given = parser.parse_args()
+    faults = dict(enumerate(drawn(ROOT, given.count, given.seed), 1))
     survivors = []
-    print(row("", "line", "before", "after", "caught by"), row(*["---"] * 5), sep="\n", flush=True)
-    for i, test in outcomes(chosen, root, given):
-        place, before, after = fault_row = chosen[i].described(root)
-        print(row(i, place, f"`{before}`", f"`{after}`", test or "SURVIVED"), flush=True)
-        if test is None:
-            survivors.append((i, *fault_row))
-    print(f"\n{len(chosen) - len(survivors)} of {len(chosen)} caught")
-    for i, place, before, after in sorted(survivors):
-        print(f"- survivor {i}, {place}: `{before}` -> `{after}`")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "tree"
+        if not given.list:
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+            if (failed := failure(copy, given.tests, SECONDS)) is not None:
+                raise SystemExit(f"the tests fail without any fault: {failed}")
+        for i in given.only or faults:
+            place, before, after = faults[i].described(ROOT)
+            print(f"{i:3} {place}\n    {before}\n    {after}", flush=True)
+            if given.list:
+                continue
+            test = caught_by(copy, faults[i], given.tests)
+            print(f"    {test or 'SURVIVED'}", flush=True)
+            survivors += [i] * (test is None)
+    if not given.list:
+        print(f"survivors: {survivors}")
 
 
 if __name__ == "__main__":
