@@ -1,10 +1,13 @@
 """Strict settings for every test: emulated devices, strict dtype and rank promotion."""
 
 import gc
+import importlib
 import os
+import sys
+import types
 from pathlib import Path
 
-from running import QUICK_FLAG
+from running import MULTIHOST, QUICK_FLAG
 
 # Set before jax is imported, because emulated devices are made when the backend starts. The timeout
 # is long because on a busy machine one of them may reach a collective later than the 40 s after
@@ -41,7 +44,6 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
-    parser.addoption("--thorough", action="store_true", help="also run those marked thorough")
     parser.addoption(
         "--gpu-forms", action="store_true", help="run what is for GPUs, wherever the tests run"
     )
@@ -71,11 +73,10 @@ def form_that_runs(*operands, default, **others):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what runs with --slow or --thorough only. Skipping thousands takes seconds."""
-    left_out = {mark for mark in ("slow", "thorough") if not config.getoption(f"--{mark}")}
-    deselected = [item for item in items if not left_out.isdisjoint(item.keywords)]
-    config.hook.pytest_deselected(items=deselected)
-    items[:] = [item for item in items if left_out.isdisjoint(item.keywords)]
+    """Leaves out what runs with --slow only. Skipping thousands takes seconds."""
+    if not config.getoption("--slow"):
+        config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
+        items[:] = [item for item in items if "slow" not in item.keywords]
 
 
 def pytest_collection_finish():
@@ -110,6 +111,22 @@ def pytest_runtest_teardown(item, nextitem):
     item.session.tests_since_count = 0
     if MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > 30_000:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def multihost():
+    """The multi-host example's own modules, which it imports from its folder."""
+    names = ("checkpoints", "locks", "loops", "processes", "shares", "train", "digits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(MULTIHOST)
+        others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+        path = list(sys.path)
+        importlib.import_module("train")
+        yield types.SimpleNamespace(**{name: sys.modules[name] for name in names})
+        sys.path[:] = path
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(others)
 
 
 @pytest.fixture

@@ -42,16 +42,16 @@ VARIANTS = {name for name, case in CASES.items() if name != case.system}
 # One system for each way to select and to exchange.
 REPRESENTATIVES = ("dense", "top_k", "sketched_sgd", "spardl", "sparcml", "omni_reduce", "qsgd")
 # Those, and one for each kind of state and of message besides. What is around a reducer, or its own
-# tests ask in other words, is asked of these by CI, and of others with --thorough.
+# tests ask in other words, is asked of these alone.
 KINDS = {*REPRESENTATIVES, "chunked_top_k", "demo", "ok_topk", "powersgd", "quantized_gathered"}
 KINDS |= {"random_k", "s2_reducer"}
 
 
 def each(names, usual=None):
-    """One test for each name. KINDS that are not `usual` are slow; None: only variants are slow."""
+    """One test for each of KINDS, slow if not `usual`. None: each name; variants are slow."""
     if usual is None:
         return some(names, [name for name in names if name not in VARIANTS])
-    return some(names, usual, [name for name in names if name in KINDS])
+    return some([name for name in names if name in usual or name in KINDS], usual)
 
 
 def gradients(workers, steps=STEPS, size=SIZE):

@@ -5,11 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import workers
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from training import stepped
 
 import jaxsparse
 from jaxsparse import shard
-from jaxsparse.outer.parallel import run_on_workers
 
 # Kernels are cut over both inner axes, over one, or over none; no axis cuts "odd".
 SHAPES = {"both": (16, 24), "one": (8, 24), "none": (12, 8), "odd": (3, 7), "bias": (8,)}
@@ -18,10 +19,8 @@ MESHES = ((2, 2, 2), (4, 1, 2), (2, 4), (1, 8), (8,))
 NAMES = ("hosts", "fsdp", "tp")
 
 
-@functools.cache
 def mesh(shape=(2, 2, 2), kind=AxisType.Auto):
-    names = {3: NAMES, 2: ("hosts", "tp"), 1: ("hosts",)}[len(shape)]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+    return workers.mesh(shape, kind, NAMES if len(shape) == 3 else ("hosts", "tp"))
 
 
 def on(where, spec):
@@ -63,8 +62,4 @@ def stepper(reducer, where, via=None, **settings):
             params,
         )
 
-    def step(grads, state):
-        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
-
-    run = run_on_workers(step, where, axis_name="hosts", batch_argnums=0, via=via)
-    return run, shard(tx.init(params), where, "hosts"), params
+    return stepped(tx, where, "hosts", via), shard(tx.init(params), where, "hosts"), params

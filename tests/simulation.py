@@ -11,17 +11,13 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from jaxsparse.islands.arithmetic import Arithmetic
-from jaxsparse.islands.member import Exchange, IslandState, Member, Report
+from jaxsparse.islands.member import IslandState, Member, Report
 from jaxsparse.islands.protocol import decision_key, list_rounds
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.store import UnreachableError
-from jaxsparse.outer.worker import Step
-
-Beside = Callable[[Callable[[], None]], None]
 
 
 class Event(NamedTuple):
@@ -37,24 +33,15 @@ class Event(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What became of an island.
+    """What became of an island."""
 
-    Attributes:
-        state: its last state, or None if it is dead.
-        steps: the steps that it made, in all of its lives.
-        counted: those of them that are in the global parameters.
-        waited: seconds in which it waited for an exchange.
-        rounds: reports of its rounds.
-        requests: how often it asked the store, by operation and kind of object, such as
-            ("get", "messages").
-        bytes: bytes of objects that it read or wrote, in the same way. Lists have none.
-    """
-
-    state: IslandState | None
-    steps: int
-    counted: int
-    waited: float
+    state: IslandState | None  # its last one, or None if it is dead
+    steps: int  # that it made, in all of its lives
+    counted: int  # those of them that are in the global parameters
+    waited: float  # seconds in which it waited for an exchange
     rounds: tuple[Report, ...]
+    # How often it asked the store, and bytes of objects that it read or wrote, by operation and
+    # kind of object, such as ("get", "messages"). Lists have no bytes.
     requests: Mapping[tuple[str, str], int]
     bytes: Mapping[tuple[str, str], int]
 
@@ -62,64 +49,62 @@ class Told(NamedTuple):
 class VirtualStore:
     """Messages are seen some time after they were sent, and all other objects at once."""
 
-    def __init__(self, latency: float, bandwidth: float, now: Callable[[], float]) -> None:
-        self._latency, self._bandwidth, self._now = latency, bandwidth, now
+    def __init__(self, latency, now):
+        self._latency, self._now = latency, now
         # By folder, so that a list takes no longer in a longer run.
-        self._folders: dict[str, dict[str, tuple[float, bytes]]] = {}
+        self._folders = collections.defaultdict(dict)
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key, data):
         objects, name = self._place(key)
         if name in objects:
             return False
-        delay = self._latency + len(data) / self._bandwidth if key.startswith("messages/") else 0.0
-        objects[name] = self._now() + delay, data
+        objects[name] = self._now() + self._latency * key.startswith("messages/"), data
         return True
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key):
         objects, name = self._place(key)
         seen_at, data = objects.get(name, (math.inf, b""))
         return data if seen_at <= self._now() else None
 
-    def names(self, folder: str) -> list[str]:
-        now, objects = self._now(), self._folders.get(folder, {})
+    def names(self, folder):
+        now, objects = self._now(), self._folders[folder]
         return sorted(name for name, (seen_at, _) in objects.items() if seen_at <= now)
 
-    def delete(self, keys: list[str]) -> None:
+    def delete(self, keys):
         for key in keys:
             objects, name = self._place(key)
             objects.pop(name, None)
 
-    def _place(self, key: str) -> tuple[dict[str, tuple[float, bytes]], str]:
+    def _place(self, key):
         folder, _, name = key.rpartition("/")
-        return self._folders.setdefault(folder, {}), name
+        return self._folders[folder], name
 
 
 class _Link:
     """An island's way to the store, and what goes that way: see `Told`."""
 
-    def __init__(self, store: VirtualStore, name: str) -> None:
+    def __init__(self, store, name):
         self._store, self._name, self.is_cut = store, name, False
-        self.requests: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.bytes: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.requests, self.bytes = collections.Counter(), collections.Counter()
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, key, data):
         self._count("create", key, len(data))
         return self._store.create(key, data)
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key):
         found = self._store.get(key)
         self._count("get", key, len(found or b""))
         return found
 
-    def names(self, folder: str) -> list[str]:
+    def names(self, folder):
         self._count("names", folder)
         return self._store.names(folder)
 
-    def delete(self, keys: list[str]) -> None:
+    def delete(self, keys):
         self._count("delete", keys[0] if keys else "")  # all of them in one request
         self._store.delete(keys)
 
-    def _count(self, operation: str, key: str, bytes: int = 0) -> None:
+    def _count(self, operation, key, bytes=0):
         if self.is_cut:
             raise UnreachableError(f"{self._name} is cut off")
         kind = operation, key.partition("/")[0]
@@ -135,48 +120,42 @@ class _Island:
         first: the training state from which it starts.
     """
 
-    def __init__(self, make: Callable[[Beside], Member], first: Any) -> None:
+    def __init__(self, make, first):
         self._make, self._first = make, first
-        self._member: Member | None = None
-        self._exchange: Exchange | None = None
-        self._writing: Callable[[], None] | None = None  # of a snapshot that is not there yet
-        self._reports: list[Report] = []  # of former lives
+        self._member = self._exchange = self.state = None
+        self._writing = None  # a snapshot that is not there yet
+        self._reports = ()  # of former lives
         # Steps that no message that counted has, and how many of them the present message has.
         self._owed = self._sent = 0
         # Messages that it did not see counted when it died: life, first possible round, steps.
-        self.left: list[tuple[str, int, int]] = []
-        self.state: IslandState | None = None
+        self.left = []
         self.steps = self.counted = 0
-        self.waited = 0.0
-        self.is_stopped = False
+        self.waited, self.is_stopped = 0.0, False
 
     @property
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return self._member is not None
 
     @property
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self):
         """Of all its lives."""
         return (*self._reports, *(self._member.reports if self._member else ()))
 
-    def start(self) -> None:
+    def start(self):
         self._member, self.is_stopped = self._make(self._write), False
 
-    def kill(self) -> None:
+    def kill(self):
         if self._member is not None and self._exchange is not None:
             if self._exchange.counted:
                 self.counted += self._sent
             else:
                 self.left.append((self._member.life, self._exchange.round, self._sent))
-        self._reports = list(self.reports)
+        self._reports = self.reports
         self._member = self.state = self._exchange = self._writing = None
         self._owed = 0
 
-    def act(
-        self, step: Step, batch: Callable[[int], Any], every: int, overlap: int
-    ) -> Literal["step", "wait", "begin"]:
-        """Does what is next."""
-        assert self._member is not None
+    def act(self, step, batch, every, overlap):
+        """Does what is next: a "step", a "wait", or to "begin" an exchange."""
         if self._writing is not None:
             self._write(self._writing)
         try:
@@ -188,7 +167,7 @@ class _Island:
                 if is_due and not is_done:
                     return "wait"
                 if is_due:
-                    self._finish(self._member, self.state, self._exchange)
+                    self._finish()
         except UnreachableError:
             if self.state is None or self.state.steps >= overlap:
                 return "wait"
@@ -201,76 +180,57 @@ class _Island:
         self.steps, self._owed = self.steps + 1, self._owed + 1
         return "step"
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, write):
         """Writes a snapshot. It tries again later, and lets nobody wait for that, as `Writer`."""
         self._writing = self._writing or write
         with contextlib.suppress(UnreachableError):
             self._writing()
             self._writing = None
 
-    def _finish(self, member: Member, state: IslandState, exchange: Exchange) -> None:
-        if exchange.counted:
+    def _finish(self):
+        if self._exchange.counted:
             self.counted, self._owed = self.counted + self._sent, self._owed - self._sent
-        self.state, self._exchange = member.finish(state, exchange), None
+        self.state, self._exchange = self._member.finish(self.state, self._exchange), None
 
 
 def simulate(
-    step: Step,
-    arithmetic: Arithmetic,
+    step: Any,
+    arithmetic: Any,
     state: Any,
-    batches: Mapping[str, Callable[[int], Any]],
+    batches: Mapping[str, Any],
     *,
     seconds: float,
     step_seconds: Mapping[str, float] | float,
     every: int,
-    events: Iterable[Event] = (),
-    quorum: int = 1,
+    events: Any = (),
     grace: float = 60.0,
     overlap: int = 0,
-    snapshots: int = 10,
     poll: float = 0.2,
     latency: float = 0.0,
-    bandwidth: float = math.inf,
-    start_seconds: float = 0.0,
 ) -> dict[str, Told]:
     """Trains on islands for some virtual seconds, and tells what became of each, by name.
 
-    Args:
-        step: as the other settings of these names, see `Islands`.
-        arithmetic: programs, which several simulations may share.
-        state: the training state from which islands start.
-        batches: for each island its batch of a step: `batches[name](t)`, with t the number of steps
-            that it has made.
-        seconds: when the simulation ends.
-        step_seconds: seconds of a step, for all islands or by name.
-        every: see `Islands`.
-        events: what happens to islands. They start at 0, unless "start" is what happens to them
-            first. One that is killed keeps nothing.
-        quorum: see `Islands`.
-        grace: see `Islands`.
-        overlap: see `Islands`.
-        snapshots: see `Islands`.
-        poll: see `Islands`.
-        latency: seconds until a message of no bytes is seen.
-        bandwidth: bytes of messages a second from an island to the store. Reading takes no time.
-        start_seconds: seconds from an island's start to its first step.
+    Settings that `Islands` has are as there. An island's batch of a step is `batches[name](t)`,
+    with t the number of steps that it has made. A step takes `step_seconds`, for all islands or by
+    name, and a message takes `latency` until it is seen. Islands start at 0, unless "start" is the
+    first of the `events` of one. One that is killed keeps nothing.
     """
     if not isinstance(step_seconds, Mapping):
         step_seconds = dict.fromkeys(batches, step_seconds)
     now = 0.0
-    store = VirtualStore(latency, bandwidth, lambda: now)
+    store = VirtualStore(latency, lambda: now)
     links = {name: _Link(store, name) for name in batches}
-    settings: Any = {"quorum": quorum, "grace": grace, "snapshots": snapshots}
 
-    def member(name: str, beside: Beside) -> Member:
-        return Member(arithmetic, links[name], name, clock=lambda: now, beside=beside, **settings)
+    def member(name, beside):
+        settings = {"quorum": 1, "grace": grace, "snapshots": 10, "clock": lambda: now}
+        return Member(arithmetic, links[name], name, beside=beside, **settings)
 
     islands = {name: _Island(functools.partial(member, name), state) for name in batches}
     turns = dict.fromkeys(batches, 0)  # the number of each one's next action; others are off
     numbers = itertools.count()  # of things at one time, the first that was planned comes first
-    queue: list[tuple[float, int, str, Event | int]] = []
+    queue = []
 
-    def plan(seconds: float, name: str, event: Event | None = None) -> None:
+    def plan(seconds, name, event=None):
         """An event, or the next action of an island in place of the one that was planned."""
         if event is None:
             turns[name] += 1
@@ -291,7 +251,7 @@ def simulate(
             case Event(what="start"):
                 if not one.is_alive:
                     one.start()
-                    plan(now + start_seconds, name)
+                    plan(now, name)
             case Event(what="kill"):
                 one.kill()
             case Event(what="stop"):
@@ -306,23 +266,14 @@ def simulate(
                 did = one.act(step, batches[name], every, overlap)
                 one.waited += poll if did == "wait" else 0.0
                 plan(now + takes(name)[did], name)
-    decisions = [
-        Decision.from_bytes(store.get(decision_key(round)) or b"", round)[0]
-        for round in list_rounds(store, "decisions")
-    ]
+    for round in list_rounds(store, "decisions"):
+        lives = Decision.from_bytes(store.get(decision_key(round)) or b"", round)[0].lives
+        for name, one in islands.items():
+            for left in [x for x in one.left if round >= x[1] and lives.get(name) == x[0]]:
+                one.counted += left[2]
+                one.left.remove(left)
+    found = {}
     for name, one in islands.items():
-        for life, round, steps in one.left:
-            if any(d.round >= round and d.lives.get(name) == life for d in decisions):
-                one.counted += steps
-    return {
-        name: Told(
-            one.state,
-            one.steps,
-            one.counted,
-            one.waited,
-            one.reports,
-            links[name].requests,
-            links[name].bytes,
-        )
-        for name, one in islands.items()
-    }
+        of_store = links[name].requests, links[name].bytes
+        found[name] = Told(one.state, one.steps, one.counted, one.waited, one.reports, *of_store)
+    return found

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from supports import flat
+from training import stepped
 from workers import some
 
 import jaxsparse
 from jaxsparse import shard
 from jaxsparse.arrays import hashing
 from jaxsparse.feedback import store as accumulators
-from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Kept
 
 W = 3
@@ -23,14 +23,6 @@ PARAMS = {"w": jnp.zeros((50, 40)), "b": jnp.zeros(7)}
 def gradients(seed, scale=1.0):
     draw = lambda p: jax.random.normal(jax.random.key(seed), (W, *p.shape)) * jnp.float32(scale)
     return jax.tree.map(draw, PARAMS)
-
-
-def stepper(tx, mesh=W):
-    @functools.partial(run_on_workers, mesh=mesh, batch_argnums=0)
-    def step(grads, state):
-        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
-
-    return step
 
 
 def test_rounding_is_unbiased_to_neighbours_and_exact_where_it_can_be():
@@ -64,7 +56,7 @@ def test_small_gradients_arrive_beside_large_residuals(momentum):
     grads = {"w": jnp.full((W, 2000), 1e-3)}
     state = shard(tx.init({"w": jnp.zeros(2000)}), W)
     state = state._replace(residual={"w": jaxsparse.PerWorker(jnp.ones((W, 2000), jnp.bfloat16))})
-    step = stepper(tx)
+    step = stepped(tx, W)
     for _ in range(300):
         _, state = step(grads, state)
     assert flat(state.residual).dtype == jnp.bfloat16
@@ -88,7 +80,7 @@ class Hoard(jaxsparse.systems.TopK):
 
 def test_a_skipped_step_leaves_every_bit():
     tx = jaxsparse.top_k(0.05, momentum=0.9, accumulator_dtype=jnp.bfloat16)
-    step = stepper(tx)
+    step = stepped(tx, W)
     _, state = step(gradients(0), shard(tx.init(PARAMS), W))
     assert int(state.roundings) == 1
     broken = jax.tree.map(lambda g: g.at[1, 0].set(jnp.nan), gradients(1))
@@ -105,7 +97,7 @@ def test_training_state_is_half_as_large_and_sums_are_kept_on_average():
     narrow, wide = make(accumulator_dtype="bfloat16"), make()
     size = lambda tx: sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(PARAMS).residual))
     assert size(narrow) * 2 == size(wide) == 2000 * 4
-    step, state = stepper(narrow), shard(narrow.init(PARAMS), W)
+    step, state = stepped(narrow, W), shard(narrow.init(PARAMS), W)
     owed = np.zeros(2000)
     for seed in range(20):
         updates, state = step(gradients(seed), state)

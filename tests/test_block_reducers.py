@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from published_traffic import block_gather_traffic, dense_traffic, omni_reduce_traffic
 from recorders import record
-from workers import MESH_SIZES, feed_back, few, finished, on_workers, some
+from workers import feed_back, finished, on_workers, some
 
 from jaxsparse import traffic
 from jaxsparse.reducers.blocks import contribution, select_blocks, take, union_capacity
@@ -107,14 +107,12 @@ def gradients(workers, density, seed=0):
     return values * np.repeat(blocks, BLOCK, axis=-1)[..., :SIZE]
 
 
-WHERE = [(workers, "shard_map") for workers in MESH_SIZES]
-WHERE += [(workers, "vmap") for workers in (*MESH_SIZES, 4)] + [(3, "shard_map_unchecked")]
-CASES = [(name, *where) for name in REDUCERS for where in WHERE]
-USUAL = [(name, 3, "shard_map") for name in REDUCERS if "natural" in name]
-USUAL += [("omni, little room", 3, "shard_map"), ("gather, selected", 3, "shard_map")]
+USUAL = ("gather, natural", "omni, little room", "gather, selected")
+CASES = [(name, 3, "shard_map") for name in ("omni, natural", *USUAL)]
+CASES += [("omni, selected", 8, "vmap"), ("gather, little room", 1, "shard_map_unchecked")]
 
 
-@pytest.mark.parametrize("case", some(CASES, USUAL[1:], USUAL[:1]), ids=str)
+@pytest.mark.parametrize("case", some(CASES, CASES[1:4]), ids=str)
 def test_exchanges_are_as_described(case):
     name, workers, way = case
     overflowed = []
@@ -138,16 +136,6 @@ def test_exchanges_are_as_described(case):
     else:
         assert any(overflowed)
         assert "natural" not in name or not all(overflowed)
-
-
-@pytest.mark.parametrize("name", ["omni, natural", "gather, natural"])
-def test_naturally_sparse_gradients_are_averaged_exactly(name):
-    workers = 3
-    given = gradients(workers, 0.06)
-    for _, x, reduced in outcomes(name, workers, "shard_map", given):
-        np.testing.assert_array_equal(total(reduced), x.sum(0))
-        assert not reduced.residual.any()
-        assert not reduced.info.overflow.any()
 
 
 @pytest.mark.parametrize(("name", "turns"), [("omni, natural", 3), ("gather, natural", 6)])
@@ -188,9 +176,7 @@ def test_the_gather_sums_in_order_of_rank():
         np.testing.assert_array_equal(reduced.mean, np.broadcast_to(expected / 8, x.shape))
 
 
-@pytest.mark.parametrize(
-    "sizes", few([(1, 1), (7, 2), (33, 17), (51, 51), (51, 6)], [(7, 2)]), ids=str
-)
+@pytest.mark.parametrize("sizes", some([(1, 1), (7, 2), (51, 51)], [(7, 2)]), ids=str)
 def test_blocks_without_room_take_turns(sizes):
     size, capacity = sizes
     turns = -(-size // capacity)
@@ -280,7 +266,7 @@ def test_sums_that_overflow_are_not_sent(reducer):
 MAKES = (omni_reduce, sparse_all_gather, s2_reducer)
 
 
-@pytest.mark.parametrize("make", some(MAKES, (omni_reduce,), slow=(s2_reducer,)))
+@pytest.mark.parametrize("make", some(MAKES, (omni_reduce,)))
 def test_momentum_is_masked_only_after_selection(make):
     room = "capacity_density" if make is sparse_all_gather else "union_density"
     grads = {"embedding": jnp.zeros((64, 32)).at[3].set(1.0)}
@@ -319,15 +305,14 @@ NATURAL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(NATURAL, ["omni_reduce"]))
-@pytest.mark.parametrize("dtype", few([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
-def test_rows_that_were_touched_once_are_not_sent_for_ever(name, dtype):
+def test_rows_that_were_touched_once_are_not_sent_for_ever(name):
     """Neither momentum nor the rounding of updates makes such rows non-zero again."""
     workers, rows, steps = 3, 200, 12
     rng = np.random.default_rng(0)
     gradients = np.zeros((workers, steps, rows, 4), np.float32)
     for worker, step in np.ndindex(workers, steps):
         gradients[worker, step, rng.choice(rows, 6, replace=False)] = rng.normal(size=(6, 4))
-    gradients = jnp.asarray(gradients).astype(dtype)
+    gradients = jnp.asarray(gradients, jnp.bfloat16)
     tx = NATURAL[name](momentum=0.5, is_dense=lambda path, shape: False)
 
     def run(gradients):
@@ -346,10 +331,8 @@ def test_rows_that_were_touched_once_are_not_sent_for_ever(name, dtype):
     momentum = np.zeros((rows, 4))
     for step in range(steps):
         momentum = 0.5 * momentum + np.asarray(gradients[:, step], np.float64).mean(0)
-        tolerance = 1e-6 if dtype == jnp.float32 else 0.02
-        np.testing.assert_allclose(
-            np.asarray(updates[0, step], np.float64), momentum, rtol=tolerance, atol=tolerance
-        )
+        found = np.asarray(updates[0, step], np.float64)
+        np.testing.assert_allclose(found, momentum, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(

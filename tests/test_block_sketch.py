@@ -77,7 +77,7 @@ CASES = [
     (90, SketchSpec(5, 13, tile_size=1)),
     (5, SketchSpec(2, 9, tile_size=9)),
 ]
-cases = pytest.mark.parametrize("case", some(CASES, CASES[1:2], slow=[CASES[0], CASES[2]]), ids=str)
+cases = pytest.mark.parametrize("case", some(CASES, CASES[1:2]), ids=str)
 
 
 def stream_of(size, block_size, seed, values=integers):

@@ -53,7 +53,7 @@ def test_blocks_of_large_arrays_in_host_memory_add_up(monkeypatch):
 
 
 def test_on_explicit_axes():
-    explicit = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    explicit = mesh(4, jax.sharding.AxisType.Explicit)
     x = np.arange(24, dtype=np.float32).reshape(8, 3)
     cut = jax.device_put(x, jax.NamedSharding(explicit, jax.P("data")))
     assert verified(with_checksums({"x": cut}))["x"] is cut

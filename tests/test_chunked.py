@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference_chunks as reference
 from supports import SUPPORTS, run, vectors
-from workers import few, on_workers, rows, some
+from workers import rows, some
 
 from jaxsparse import codecs, error_feedback, select, traffic
 from jaxsparse.arrays.bits import field_words, pack_fields, unpack_bits, unpack_fields
@@ -62,7 +62,7 @@ def test_another_number_of_words_is_refused():
                 unpack(jnp.zeros(found, jnp.uint32), 64)
 
 
-@pytest.mark.parametrize("bits", few(range(33), [0, 9, 12]))
+@pytest.mark.parametrize("bits", some([0, 1, 9, 12, 31, 32], [0, 9, 12]))
 def test_fields_of_any_bits(bits):
     rng = np.random.default_rng(bits)
     for size in (1, 1001):
@@ -173,8 +173,6 @@ def test_a_small_leaf_keeps_its_magnitude():
     assert np.max(found / values) < 2
 
 
-WHERE = [(workers, "vmap") for workers in (1, 2, 3, 5, 8)]
-WHERE += [(workers, "shard_map") for workers in (2, 3, 8)]
 SETTINGS = {
     "": {},
     "16 bits": {"value_bits": 16},
@@ -184,16 +182,13 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(
-    "case",
-    some(
-        [(where, name) for where in WHERE for name in SETTINGS],
-        [((8, "shard_map"), "")],
-        slow=[((8, "shard_map"), name) for name in SETTINGS],
+    ("workers", "way", "name"),
+    rows(
+        [(8, "shard_map", "")],
+        [(8, "shard_map", "16 bits"), (8, "shard_map", "8 bits"), (3, "vmap", "exact")],
     ),
-    ids=str,
 )
-def test_the_exchange_equals_its_description(case):
-    (workers, way), name = case
+def test_the_exchange_equals_its_description(workers, way, name):
     settings, size, k, chunk = SETTINGS[name], 1000, 5, 64
     bits = settings.get("value_bits", 2)
     quantize = {16: reference.half, 32: lambda v: v}.get(bits)
@@ -214,17 +209,6 @@ def test_the_exchange_equals_its_description(case):
         np.testing.assert_allclose(kept, x.sum(0), atol=1e-5 * scale * workers)
 
 
-@pytest.mark.slow  # test_local_steps.py has it by default, for the outer step
-def test_bytes_of_an_exchange():
-    size, workers = 2**16, 8
-    reducer = ChunkedTopK()
-    exchange = on_workers(lambda x: reducer(x, (), axis_name="data").mean, workers)
-    moved = traffic.wire_bytes(exchange.lower(jnp.zeros((workers, size), jnp.float32)).compile())
-    assert [c.op for c in moved.collectives] == ["all-gather"]
-    entries = size * 64 // 4096
-    assert moved.received == 4 * (workers - 1) * (entries * 10 // 32 + entries // 256)
-
-
 def random_stream(rng, capacity, size, empty=0.2):
     drawn = rng.choice(min(size, 2**20), capacity, replace=False)
     indices = (drawn * (size // min(size, 2**20))).astype(np.int32)
@@ -233,14 +217,10 @@ def random_stream(rng, capacity, size, empty=0.2):
     return SparseStream(jnp.asarray(indices), jnp.float32(values))
 
 
-@pytest.mark.parametrize("bits", some((2, 4, 8, 16, 32), [2], [4, 32]))
+@pytest.mark.parametrize("bits", some((2, 16, 32), [2]))
 @pytest.mark.parametrize(
     "sizes",
-    some(
-        [(1, 1), (5, 5), (40, 50), (700, 70_001), (300, 300), (1, 2**30), (9, 2**31 - 1)],
-        [(9, 2**31 - 1)],
-        [(5, 5), (700, 70_001)],
-    ),
+    some([(1, 1), (5, 5), (700, 70_001), (9, 2**31 - 1)], [(9, 2**31 - 1)]),
 )
 def test_any_stream_arrives_as_it_is_rounded(bits, sizes):
     """Entries may come in any order, and in batches, whose rows have levels of their own."""
@@ -298,9 +278,8 @@ REDUCERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(REDUCERS, ["gtopk"]))
-@pytest.mark.parametrize("workers", few([4, 6], [6]))  # with 6, some workers fold in and out
-def test_what_others_round_stays_in_the_residual(name, workers):
-    reducer = REDUCERS[name]
+def test_what_others_round_stays_in_the_residual(name):
+    reducer, workers = REDUCERS[name], 6  # some of which fold in and out
     rng = np.random.default_rng(0)
     x = rng.standard_t(3, (workers, 3, 900)) * (rng.random((workers, 3, 900)) < 0.5)
     for before, reduced in run(reducer, x):

@@ -1,14 +1,12 @@
 """Steps with sharding constraints that name the workers' axis, as code for jax.jit has them."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from workers import some
+from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import PerWorker, shard
@@ -82,14 +80,6 @@ def trained(where, via, named, names_workers, rows):
     return losses, np.asarray(state[0]["a"])
 
 
-@functools.cache
-def grid(*sizes):
-    names = ("data", "fsdp")[: len(sizes)]
-    devices = jax.devices()[: np.prod(sizes)]
-    auto = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(sizes, names, axis_types=auto, devices=devices)
-
-
 CASES = [
     ((2, 2), "vmap", False, 72),
     ((2, 2), "vmap", True, 72),
@@ -105,8 +95,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_constraints_written_both_ways_give_equal_numbers(case):
     sizes, via, named, rows = case
-    losses, kernel = trained(grid(*sizes), via, named, True, rows)
-    expected, expected_kernel = trained(grid(*sizes), via, named, False, rows)
+    losses, kernel = trained(mesh(sizes), via, named, True, rows)
+    expected, expected_kernel = trained(mesh(sizes), via, named, False, rows)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     np.testing.assert_allclose(kernel, expected_kernel, rtol=1e-5, atol=1e-6)
     assert losses[-1] < losses[0]
@@ -123,7 +113,7 @@ SMALL = [
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_the_axis_is_taken_out(case):
     sizes, via, named = case
-    where, workers = grid(*sizes), sizes[0]
+    where, workers = mesh(sizes), sizes[0]
     spec = P(where.axis_names, None)
     sharding = NamedSharding(where, spec) if named else spec
 
@@ -159,8 +149,7 @@ def test_a_model_that_holds_its_mesh_gives_equal_numbers(way):
     """Models for jax.jit hold a mesh, for constraints, products and a shard_map of their own."""
     kind, via, written = way
     names, is_explicit = ("data", "fsdp"), kind == AxisType.Explicit
-    devices = jax.devices()[:4]
-    where = jax.make_mesh((2, 2), names, axis_types=(kind,) * 2, devices=devices)
+    where = mesh((2, 2), kind)
     refuses = written == "bare" and via != "vmap"  # see the docstring of run_on_workers
     rows = P("fsdp" if is_explicit or written == "own" or refuses else names)
     to = jax.reshard if is_explicit else jax.lax.with_sharding_constraint
@@ -202,7 +191,7 @@ def test_a_model_that_holds_its_mesh_gives_equal_numbers(way):
 
 
 def test_a_program_that_is_called_often_stays_one():
-    where = grid(2, 2)
+    where = mesh((2, 2))
     layer = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(where, P("data"))))
     program = jax.make_jaxpr(lambda x: layer(x) + layer(x))(jnp.ones((4, 2)))
     assert program.eqns[0].params["jaxpr"] is program.eqns[1].params["jaxpr"]

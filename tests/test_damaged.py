@@ -2,14 +2,12 @@
 
 import contextlib
 import errno
-import importlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,28 +17,12 @@ from workers import mesh
 from jaxsparse import PerWorker, shard
 
 
-@pytest.fixture(scope="module")
-def example():
-    """The example's own modules, which it imports from its folder."""
-    names = ("checkpoints", "locks", "loops", "processes", "shares", "train", "digits")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(MULTIHOST)
-        others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-        path = list(sys.path)
-        importlib.import_module("train")
-        yield SimpleNamespace(**{name: sys.modules[name] for name in names})
-        sys.path[:] = path
-        for name in names:
-            del sys.modules[name]
-        sys.modules.update(others)
-
-
 @contextlib.contextmanager
-def opened(example, folder, *flags):
-    parser = example.train.flags()
+def opened(multihost, folder, *flags):
+    parser = multihost.train.flags()
     flags = ["--resume", "--steps", "9", "--checkpoint-every", "1", "--keep", "9", *flags]
     args = parser.parse_args([*flags, "--checkpoint-dir", str(folder)])
-    saved = example.checkpoints.Checkpoints(args, parser)
+    saved = multihost.checkpoints.Checkpoints(args, parser)
     yield saved
     saved.close()
 
@@ -54,12 +36,12 @@ def state_of(workers, fill, width=600):
 
 
 @pytest.fixture(scope="module")
-def two_steps(example, tmp_path_factory):
+def two_steps(multihost, tmp_path_factory):
     """A directory with checkpoints of the steps 1 and 2 of four workers."""
     folder = tmp_path_factory.mktemp("two_steps")
-    with opened(example, folder) as saved:
+    with opened(multihost, folder) as saved:
         for step in (1, 2):
-            saved.save(state_of(4, step), example.train.Progress(step, 4, 0.5, [{"step": step}]))
+            saved.save(state_of(4, step), multihost.train.Progress(step, 4, 0.5, [{"step": step}]))
     assert sorted(os.listdir(folder)) == ["1", "2"]
     return folder
 
@@ -69,8 +51,8 @@ def folder(two_steps, tmp_path):
     return shutil.copytree(two_steps, tmp_path / "checkpoints")
 
 
-def resume(example, saved, workers=4, **settings):
-    start = example.train.Progress(0, workers, 0.0, [])
+def resume(multihost, saved, workers=4, **settings):
+    start = multihost.train.Progress(0, workers, 0.0, [])
     return saved.resume(state_of(workers, 0, **settings), start, mesh(workers))
 
 
@@ -128,10 +110,10 @@ QUICK = (("flipped", 4), ("truncated", 3), ("empty", 4))
         for workers in (4, 3)
     ],
 )
-def test_a_damaged_one_is_passed_over(example, folder, capsys, how, workers):
+def test_a_damaged_one_is_passed_over(multihost, folder, capsys, how, workers):
     BREAKS[how](folder / "2")
-    with opened(example, folder) as saved:
-        state, progress = resume(example, saved, workers)
+    with opened(multihost, folder) as saved:
+        state, progress = resume(multihost, saved, workers)
         assert progress == (1, 4, 0.5, [{"step": 1}])
         kind = "incomplete" if how in INCOMPLETE else "damaged"
         assert f"checkpoint 2 is {kind} and renamed to {kind}-2-" in capsys.readouterr().out
@@ -141,16 +123,16 @@ def test_a_damaged_one_is_passed_over(example, folder, capsys, how, workers):
         if how != "flipped":
             return
         saved.save(state_of(workers, 2), progress._replace(step=2, workers=workers))
-    with opened(example, folder) as saved:
-        assert resume(example, saved, workers)[1].step == 2
+    with opened(multihost, folder) as saved:
+        assert resume(multihost, saved, workers)[1].step == 2
 
 
-def test_if_none_is_good_nothing_changes(example, folder, capsys):
+def test_if_none_is_good_nothing_changes(multihost, folder, capsys):
     truncate(folder / "1")
     flip(folder / "2")
     for _ in range(2):
-        with opened(example, folder) as saved, pytest.raises(SystemExit):
-            resume(example, saved)
+        with opened(multihost, folder) as saved, pytest.raises(SystemExit):
+            resume(multihost, saved)
         said = capsys.readouterr().err
         assert f"--resume: no checkpoint in {folder} is good:\n  2: " in said
         assert "\n  1: " in said
@@ -158,14 +140,14 @@ def test_if_none_is_good_nothing_changes(example, folder, capsys):
         assert sorted(os.listdir(folder)) == ["1", "2"]
 
 
-def test_another_program_is_told_and_nothing_changes(example, folder, capsys):
+def test_another_program_is_told_and_nothing_changes(multihost, folder, capsys):
     truncate(folder / "1")
-    with opened(example, folder) as saved, pytest.raises(SystemExit):
-        resume(example, saved, width=601)
+    with opened(multihost, folder) as saved, pytest.raises(SystemExit):
+        resume(multihost, saved, width=601)
     said = capsys.readouterr().err
     assert "has float32[600] at [0]['w'], and this program has float32[601] there" in said
-    with opened(example, folder, "--lr", "0.2") as saved, pytest.raises(SystemExit):
-        resume(example, saved)
+    with opened(multihost, folder, "--lr", "0.2") as saved, pytest.raises(SystemExit):
+        resume(multihost, saved)
     assert "--lr 0.2: the run in " in capsys.readouterr().err
     assert sorted(os.listdir(folder)) == ["1", "2"]
 
@@ -202,11 +184,11 @@ def start(tmp_path):
         process.communicate()
 
 
-def test_a_second_run_is_told_who_has_the_directory(example, start, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(example.locks, "WAIT", 0.3)
+def test_a_second_run_is_told_who_has_it(multihost, start, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(multihost.locks, "WAIT", 0.3)
     process = start(0)
     assert process.stdout.readline() == "taken\n"
-    with pytest.raises(SystemExit), opened(example, tmp_path):
+    with pytest.raises(SystemExit), opened(multihost, tmp_path):
         pass
     out, err = capsys.readouterr()
     assert f"the run of process {process.pid} on " in out
@@ -215,7 +197,7 @@ def test_a_second_run_is_told_who_has_the_directory(example, start, tmp_path, mo
     assert "(since 20" in err
     assert "Wait for its end, or end it." in err
     process.kill()  # nothing is left to clean up by hand
-    with opened(example, tmp_path):
+    with opened(multihost, tmp_path):
         assert os.listdir(tmp_path) == ["lock"]
     assert os.listdir(tmp_path) == []
 
@@ -241,38 +223,38 @@ def test_of_runs_that_start_together_one_gets_the_directory(start):
     assert "taken\n" in iter(alive.stdout.readline, "")
 
 
-def test_processes_that_outlive_process_0_keep_others_out(example, tmp_path):
-    first, other = example.locks.Lock(tmp_path), example.locks.Lock(tmp_path)
+def test_processes_that_outlive_process_0_keep_others_out(multihost, tmp_path):
+    first, other = multihost.locks.Lock(tmp_path), multihost.locks.Lock(tmp_path)
     say = []
     first.take("17", say.append)
     assert not other.share("18")  # another file than process 0's
     assert other.share("17")
     first._close()  # as the kernel does when process 0 is killed
-    second = example.locks.Lock(tmp_path)
+    second = multihost.locks.Lock(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(example.locks, "WAIT", 0.0)
-        with pytest.raises(example.locks.HeldError):
+        patch.setattr(multihost.locks, "WAIT", 0.0)
+        with pytest.raises(multihost.locks.HeldError):
             second.take("19", say.append)
     other.release()
     second.take("19", say.append)
     second.release()
 
 
-def test_a_file_system_without_locks(example, tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks(multihost, tmp_path, monkeypatch, capsys):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(example.locks.fcntl, "flock", flock)
-    with opened(example, tmp_path) as saved:
-        assert resume(example, saved)[1].step == 0
+    monkeypatch.setattr(multihost.locks.fcntl, "flock", flock)
+    with opened(multihost, tmp_path) as saved:
+        assert resume(multihost, saved)[1].step == 0
     said = capsys.readouterr().out
     assert said.count(f"make sure that no other run uses {tmp_path}: ") == 1
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
-def test_a_directory_that_cannot_be_used(example, tmp_path, capsys, name):
+def test_a_directory_that_cannot_be_used(multihost, tmp_path, capsys, name):
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit), opened(example, tmp_path / name):
+    with pytest.raises(SystemExit), opened(multihost, tmp_path / name):
         pass
     said = capsys.readouterr().err
     assert f"--checkpoint-dir {tmp_path / name}: " in said
@@ -290,8 +272,8 @@ def test_a_directory_that_cannot_be_used(example, tmp_path, capsys, name):
         (["--keep", "0"], "--keep: 0 is out of range: give at least 1"),
     ],
 )
-def test_bad_flags(example, monkeypatch, capsys, flags, message):
+def test_bad_flags(multihost, monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["train.py", *flags])
     with pytest.raises(SystemExit):
-        example.train.main()
+        multihost.train.main()
     assert message in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from reference_demo import cosine, demo as reference, exchange, half
 from steps import compiled_step
 from training import train
-from workers import MESH_SIZES, by_step, feedback_loop, mesh, some
+from workers import by_step, feedback_loop, mesh, some
 
 from jaxsparse import demo, traffic
 from jaxsparse.reducers.matrices import Matrix
@@ -51,13 +51,12 @@ def test_worked_example_of_two_steps():
 MATRICES = (Matrix(1, 8, 12), Matrix(1, 1, 7), Matrix(3, 9, 6), Matrix(1, 2, 1), Matrix(2, 7, 7))
 SETTINGS = {
     "": {},
-    "exact": {"value_bits": 32},
     "all": {"k": 16, "value_bits": 32},
 }
 
 
-@pytest.mark.parametrize("name", some(SETTINGS, ["all"], [""]))
-@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), slow=(8,)))
+@pytest.mark.parametrize("name", some(SETTINGS, ["all"]))
+@pytest.mark.parametrize("workers", some((3, 8), (3,)))
 @pytest.mark.parametrize("way", some(("shard_map", "vmap"), ("vmap",)))
 def test_equal_to_the_reference(name, workers, way):
     settings = {"k": 2, "chunk": 5} | SETTINGS[name]
@@ -86,11 +85,11 @@ def test_equal_to_the_reference(name, workers, way):
             np.testing.assert_allclose(left, 0, atol=4e-6)
 
 
-@pytest.mark.parametrize("workers", some((1, 2, 3, 5, 8), (), (3,)))
-@pytest.mark.parametrize("dtype", ["bfloat16", *some(["float32"], [])])
-def test_training_is_that_of_the_reference(dtype, workers):
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_training_is_that_of_the_reference(dtype):
     """A stack of layers is as many matrices. The rounding to bfloat16 is fed back."""
-    shape, steps = (3, 10, 11), 4
+    workers, shape, steps = 3, (3, 10, 11), 4
     rng = np.random.default_rng(workers)
     g = [jnp.asarray(rng.normal(size=(workers, *shape)), dtype) for _ in range(steps)]
     params = {"layers": jnp.zeros(shape, dtype), "bias": jnp.zeros(3)}

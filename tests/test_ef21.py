@@ -17,11 +17,11 @@ import pytest
 from on_meshes import SHAPES, SPECS, gradients as mesh_gradients, is_bias, mesh as inner_mesh, put
 from reference_ef21 import ef21_sgdm as reference, top_k
 from running import in_processes
-from training import train
-from workers import MESH_SIZES, few, mesh, some
+from training import stepped, train
+from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import codecs, ef21_sgdm, local, quantize, reshard, shard, systems
+from jaxsparse import ef21_sgdm, local, quantize, reshard, shard, systems
 from jaxsparse.outer.parallel import run_on_workers
 
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
@@ -94,7 +94,7 @@ def draws(workers, shapes, dtype="float32", steps=STEPS, seed=0):
 
 
 @pytest.mark.parametrize("momentum", [0.9, *some([None], [])])
-@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), (8,)))
+@pytest.mark.parametrize("workers", some((3, 8), (3,)))
 @pytest.mark.parametrize("dtype", ["bfloat16", *some(["float32"], [])])
 def test_equal_to_the_reference(dtype, workers, momentum):
     """Top-k of an odd number of elements. Gradients and updates may be narrow, states are not."""
@@ -121,22 +121,16 @@ def test_equal_to_the_reference(dtype, workers, momentum):
 
 
 CONTRACTIONS = {
-    "top_k_packed": systems.TopK(0.05, codec=codecs.Packed()),
     # "exact" picks the same few elements, and compiles in half the time.
     "spardl": systems.SparDL(0.05, selection="exact"),
-    "chunked_top_k": systems.ChunkedTopK(4, 64),
     "quantized": systems.Quantized(quantize.QSGD(2, 64), rounding="nearest"),
     "ok_topk": systems.OkTopk(0.05),
-    "sparcml": systems.SparCML(4, 64),
     "powersgd": systems.PowerSGD(2, min_compression_rate=1.0),
-    "demo": systems.DeMo(4, 8),
     "sketched_sgd": systems.SketchedSGD(k=37, rows=3, cols=37, oversampling=2),
 }
 
 
-@pytest.mark.parametrize(
-    "name", some(CONTRACTIONS, ["spardl"], ["ok_topk", "powersgd", "sketched_sgd"])
-)
+@pytest.mark.parametrize("name", some(CONTRACTIONS, ["spardl"]))
 def test_the_law_with_any_reducer(name):
     """Gradients that stay the same arrive in full, though a few per cent are sent at a time."""
     workers, shapes = 3, {"kernel": (20, 31), "bias": (5,)}
@@ -246,16 +240,15 @@ def test_other_numbers_of_workers_keep_the_law():
     shapes = {"kernel": (7, 9), "bias": (5,)}
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     tx = ef21_sgdm(systems.TopK(0.1, selection="exact"), is_dense=is_bias)
-    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
     state = shard(tx.init(params), 4)
     for workers in (4, 3):
         for other in (8, 1, workers):
             state = reshard(state, other)
             check_law(state)
         estimate = flat(state.estimate)
-        run = run_on_workers(step, workers)
+        run = stepped(tx, workers)
         for gradients in draws(workers, shapes, steps=2):
-            updates, state = run(state, gradients)
+            updates, state = run(gradients, state)
         check_law(state)
         assert np.any(estimate != flat(updates))
     assert int(state.steps) == 4  # kept, so no first gradient becomes the momentum again
@@ -263,19 +256,13 @@ def test_other_numbers_of_workers_keep_the_law():
 
 def on_mesh(where, via=None, **options):
     tx = ef21_sgdm(systems.TopK(0.1), axis_name="hosts", is_dense=is_bias, momentum=0.5, **options)
-
-    def step(grads, state):
-        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
-
-    run = run_on_workers(step, where, axis_name="hosts", batch_argnums=0, via=via)
+    run = stepped(tx, where, "hosts", via)
     return run, tx, put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape", few([(2, 2, 2), (4, 1, 2), (2, 4), (8,)], [(2, 2, 2), (2, 4)]), ids=str
-)
-@pytest.mark.parametrize("via", ["vmap", *some(["shard_map"], [])])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("via", ["vmap", "shard_map"])
 def test_on_meshes_with_inner_axes(shape, via):
     where = inner_mesh(shape)
     run, tx, params = on_mesh(where, via)

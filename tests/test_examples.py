@@ -2,14 +2,11 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from running import cache_in, run, started
-from workers import few
 
-ROOT = Path(__file__).parents[1]
 SMALL = ["--hidden", "128", "--steps", "12"]
 PARAMETERS = 64 * 128 + 128 * 128 + 128 * 10 + 2 * 128 + 10
 DENSE = 4 * (PARAMETERS + 1)  # with the flag that gradients are finite
@@ -69,69 +66,24 @@ def test_quickstart_reports_every_method_in_table_and_json(tmp_path):
     assert re.search(r"sketched 8x: [\d.]+ % vs dense [\d.]+ %, (8\.0|7\.9)\dx fewer bytes", last)
 
 
-@pytest.mark.parametrize("workers", few([8, 64], []))
-def test_simulated_workers_train_like_devices(tmp_path, workers):
-    flags = [*SMALL, "--steps", 4, "--methods", "sketched_sgd", "--compression", 10]
-    _, devices = quickstart(*flags, "--devices", 8, cwd=tmp_path)
-    printed, simulated = quickstart(*flags, "--simulate", workers, cwd=tmp_path)
-    assert f"{workers} simulated workers" in printed
-    for name in ("dense", "sketched 10x"):
-        ours, theirs = ((w - 1) / w for w in (workers, 8))
-        bytes_of_8 = devices[name]["received_bytes"]
-        assert simulated[name]["received_bytes"] == pytest.approx(bytes_of_8 * ours / theirs)
-        np.testing.assert_allclose(
-            simulated[name]["train_loss"], devices[name]["train_loss"], rtol=1e-3
-        )
-
-
-@pytest.mark.parametrize(
-    ("devices", "flags", "words", "collectives"),
-    [
-        pytest.param(
-            *(8, ["--method", "dense", "--accumulate", 1], PARAMETERS + 2, 1),
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            *(8, ["--method", "dense", "--accumulate", 4], PARAMETERS + 2, 1),
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            *(3, ["--method", "sketched_sgd", "--accumulate", 5], PARAMETERS // 10 + 1, 3),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_linen_trainer_exchanges_once_however_many_micro_batches(
-    tmp_path, devices, flags, words, collectives
-):
-    printed = run(
-        "linen_trainer.py", *flags, "--devices", devices, "--hidden", 128, "--steps", 30,
-        cwd=tmp_path,
-    )  # fmt: skip
+@pytest.mark.slow
+def test_linen_trainer_exchanges_once_however_many_micro_batches(tmp_path):
+    flags = ["--method", "sketched_sgd", "--accumulate", 5, "--devices", 3, "--hidden", 128]
+    printed = run("linen_trainer.py", *flags, "--steps", 30, cwd=tmp_path)
+    words = PARAMETERS // 10 + 1
     last = printed.splitlines()[-1]
     assert float(re.search(r"train loss ([\d.]+)", last)[1]) < np.log(10)
     assert float(re.search(r"accuracy ([\d.]+) %", last)[1]) > 30
     payload = int(re.search(r"([\d,]+) bytes", last)[1].replace(",", ""))
     assert payload == pytest.approx(4 * words, abs=20)  # a sketch has whole columns
     assert payload <= 4 * words
-    assert f"in {collectives} collective(s)" in last
+    assert "in 3 collective(s)" in last
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        pytest.param(
-            *(["--devices", 1], "--devices: 1 is out of range: give at least 2"),
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            *(["--compression", 2000], "--compression: compression=2000.0 .* ask for less"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_quickstart_names_the_flag_that_is_wrong_and_the_remedy(tmp_path, flags, message):
-    assert re.search(message, run("quickstart.py", *flags, cwd=tmp_path, rc=2))
+@pytest.mark.slow
+def test_quickstart_names_the_flag_that_is_wrong_and_the_remedy(tmp_path):
+    said = run("quickstart.py", "--compression", 2000, cwd=tmp_path, rc=2)
+    assert re.search("--compression: compression=2000.0 .* ask for less", said)
     assert not list(tmp_path.iterdir())
 
 
@@ -217,24 +169,11 @@ def test_gspmd_trains_as_jax_alone_dense_and_nearly_so_in_four_bits(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "workers",
-    # Seeds differ by about half a point, so means are compared. After the 180 steps of README's
-    # table, 10x is some 0.7 points below, and seeds decide. After 300 steps it has all but caught
-    # up. Two simulated workers train as eight do, but for rounding.
-    few(
-        [
-            ["--simulate", 2, "--steps", 300, "--seeds", 1],
-            ["--simulate", 2, "--steps", 300, "--seeds", 1, 2, 3],
-            ["--devices", 8, "--seeds", 1, 2, 3],
-        ],
-        [["--simulate", 2, "--steps", 300, "--seeds", 1]],
-    ),
-    ids=lambda flags: " ".join(map(str, flags)),
-)
-def test_sketched_at_10x_is_within_a_point_of_dense(tmp_path, workers):
-    flags = ["--methods", "sketched_sgd", "--compression", 10]
-    _, methods = quickstart(*workers, *flags, cwd=tmp_path, compiles_quickly=False)
+def test_sketched_at_10x_is_within_a_point_of_dense(tmp_path):
+    """After the 180 steps of README's table it is some 0.7 points below, and seeds decide."""
+    flags = ["--simulate", 2, "--steps", 300, "--seeds", 1]
+    flags += ["--methods", "sketched_sgd", "--compression", 10]
+    _, methods = quickstart(*flags, cwd=tmp_path, compiles_quickly=False)
     dense, sketched = methods["dense"], methods["sketched 10x"]
     assert sketched["compression"] >= 10
     assert np.mean(dense["test_accuracy"]) > 0.96

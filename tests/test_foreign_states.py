@@ -12,7 +12,7 @@ from at_density import settings_at
 from flax import serialization
 from jax.sharding import PartitionSpec
 from running import patient_loops
-from workers import some
+from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import systems
@@ -152,15 +152,9 @@ WALKED = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_axes():
-    kinds = (jax.sharding.AxisType.Auto,) * 2
-    return jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=kinds)
-
-
 @pytest.mark.parametrize("name", WALKED)
-def test_any_walker_sees_arrays_alone(name, two_axes):
-    state = WALKED[name](two_axes).init(PARAMS)
+def test_any_walker_sees_arrays_alone(name):
+    state = WALKED[name](mesh((2, 2))).init(PARAMS)
     leaves = jax.tree.leaves(state)
     assert len(leaves) > 2
     assert all(isinstance(x, jax.Array) for x in leaves)
@@ -174,8 +168,8 @@ def test_any_walker_sees_arrays_alone(name, two_axes):
     jax.tree.map(np.testing.assert_array_equal, back, state)
 
 
-def test_partitions_travel_as_names(two_axes):
-    state = jaxsparse.spardl(0.1, mesh=two_axes, specs=SPECS).init(PARAMS)
+def test_partitions_travel_as_names():
+    state = jaxsparse.spardl(0.1, mesh=mesh((2, 2)), specs=SPECS).init(PARAMS)
     placement = Placement.of(state.placement)
     assert placement == Placement((("fsdp", 2),), (PartitionSpec(), PartitionSpec("fsdp")))
     other = {axis: ("a, b", 'c"]', axis) for axis in ("x", "y.z/[0]")}

@@ -15,7 +15,7 @@ from reference_formats import (
     scale_above,
     values_of,
 )
-from workers import WAYS, feedback_loop, few, finished, on_workers, some
+from workers import feedback_loop, finished, on_workers, rows, some
 
 from jaxsparse import traffic
 from jaxsparse.collectives import quantized_all_reduce
@@ -39,7 +39,6 @@ formatted = SYSTEMS["quantized"].reducer  # takes the settings of `quantized`
 NAMES, SCALES = get_args(FormatName), get_args(Scale)
 NEAREST = tuple(name for name in NAMES if name not in MEANS)  # each value becomes the nearest
 SCALED = tuple(name for name in NEAREST if name != "bfloat16")
-SIZES = (1, 2, 33, 1000)
 TINY = np.finfo(np.float32).tiny
 LARGEST = {"int8": 127, "int4": 7, "e3m0": 64}
 LARGEST |= {"float8_e4m3fn": 448, "float8_e5m2": 57344, "float16": 65504}
@@ -70,13 +69,12 @@ def test_the_formats_have_the_values_of_their_definition():
         np.testing.assert_array_equal(sent(x * np.float32(2.0**-9), Format(name, 64)), x / 512)
 
 
-SPECS = [Format(name, 32, scale) for name in NAMES for scale in SCALES]
-OTHER_SCALES = [Format("int8", 32, "float32"), Format("int4", 32, "e8m0")]
-USUAL = [Format(name, 32) for name in NAMES] + OTHER_SCALES
+SPECS = [Format(name, 32) for name in NAMES]
+SPECS += [Format("int8", 32, "float32"), Format("int4", 32, "e8m0")]
 
 
-@pytest.mark.parametrize("size", few(SIZES, (1000,)))
-@pytest.mark.parametrize("spec", few(SPECS, USUAL), ids=str)
+@pytest.mark.parametrize("size", some((33, 1000), (1000,)))
+@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_value_becomes_what_its_format_says(spec, size):
     name, scale = spec.name, spec.scale
     for power in (1, 3):
@@ -122,7 +120,7 @@ def test_scales_are_rounded_up_to_their_bits_so_that_no_maximum_clips(name, scal
     np.testing.assert_allclose(scales, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", few(NEAREST, ("int4", "e3m0")))
+@pytest.mark.parametrize("name", some(NEAREST, ("int4", "e3m0")))
 def test_every_format_of_nearest_values_is_a_contraction(name):
     for scale in ("bfloat16", "e8m0"):
         x = np.random.default_rng(1).standard_t(2, 64 * 200).astype(np.float32)
@@ -155,8 +153,8 @@ def test_bits_a_value_in_all():
     assert Format("int8", 1, "float32").words(1000) > 1000 > 3 * Format("int8").words(1000)
 
 
-@pytest.mark.parametrize("name", few(NEAREST, ("int4", "float8_e4m3fn")))
-@pytest.mark.parametrize("size", few([1e38, 3.4e38, 1e-38, 1e-30, 0.0], [3.4e38, 1e-38]))
+@pytest.mark.parametrize("name", ["int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("size", some([3.4e38, 1e-38, 0.0], [3.4e38, 1e-38]))
 def test_huge_tiny_and_zero_groups(size, name):
     x = np.float32(size) * np.sign(normal(192)) * np.random.default_rng(1).uniform(0, 1, 192)
     x = x.astype(np.float32)
@@ -177,7 +175,7 @@ def test_huge_tiny_and_zero_groups(size, name):
 
 
 @pytest.mark.parametrize("bad", some([np.nan, -np.nan, np.inf, -np.inf], [np.nan, -np.inf]))
-@pytest.mark.parametrize("name", few((*SCALED, *MEANS), ("int4", "float8_e4m3fn", "ternary")))
+@pytest.mark.parametrize("name", ["int4", "float8_e4m3fn", "ternary"])
 def test_a_value_that_is_not_finite_does_not_vanish(name, bad):
     x = normal(64 * 3)
     x[3] = bad
@@ -194,7 +192,7 @@ def test_a_value_that_is_not_finite_does_not_vanish(name, bad):
 DIGITS = {2: 32, 3: 20, 4: 16}
 
 
-@pytest.mark.parametrize("size", few([1, 15, 16, 19, 20, 21, 33, 1003, 200_001], (1003,)))
+@pytest.mark.parametrize("size", some([1, 20, 1003, 200_001], [1003]))
 @pytest.mark.parametrize("base", DIGITS)
 def test_digits_fill_words(base, size):
     count, words = DIGITS[base], digit_words(size, base)
@@ -254,7 +252,7 @@ def hard(B):
     return np.stack(rows) * np.where(rng.uniform(size=B) < 0.5, -1, 1)
 
 
-@pytest.mark.parametrize("scale", few(SCALES, ("bfloat16",)))
+@pytest.mark.parametrize("scale", some(SCALES, ("bfloat16",)))
 @pytest.mark.parametrize("name", some(MEANS, ("ternary",)))
 def test_means_are_a_contraction_of_any_data(name, scale):
     for B in (2, 64, 256):
@@ -277,7 +275,7 @@ def test_means_are_a_contraction_of_any_data(name, scale):
             np.testing.assert_allclose(ratio[:, 0], 1 - 1 / B, atol=1e-5)  # a single value
 
 
-@pytest.mark.parametrize("name", some(MEANS, ("int2",), ("sign",)))
+@pytest.mark.parametrize("name", some(MEANS, ("int2",)))
 def test_means_of_zeros_of_tiny_values_and_of_a_cut_group(name):
     x = np.zeros(64 * 4 + 5, np.float32)
     x[64:128] = 1e-40  # subnormal
@@ -330,13 +328,15 @@ def test_bfloat16_is_that_of_jax_and_stays_finite():
 # --- in the all-reduce ---
 
 
-WHERE = [(w, way) for way in WAYS for w in (2, 3, 5, 8)] + [(64, "vmap")]
-
-
-@pytest.mark.parametrize("where", some(WHERE, [(3, "vmap")], slow=[(64, "vmap")]), ids=str)
-@pytest.mark.parametrize("name", some(NAMES, ("ternary",), ("int4", "bfloat16")))
-def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(name, where):
-    spec, size, (workers, way) = Format(name, 8), 61, where
+@pytest.mark.parametrize(
+    ("name", "workers", "way"),
+    rows(
+        [("ternary", 3, "vmap")],
+        [("int4", 64, "vmap"), ("bfloat16", 8, "shard_map"), ("e3m0", 3, "shard_map_unchecked")],
+    ),
+)
+def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(name, workers, way):
+    spec, size = Format(name, 8), 61
     x = normal((workers, size))
     run = on_workers(lambda x: quantized_all_reduce(x, spec, axis_name="data"), workers, way)
     result = jax.tree.map(np.asarray, run(x))
@@ -349,15 +349,14 @@ def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(NAMES, ("sign",)))
-def test_large_ranges_have_whole_groups(name):
+def test_large_ranges_have_whole_groups():
     """Of 1523 values, each of 3 workers has 508, sent as 512, and the last has 499."""
-    spec, workers, size = Format(name, 8), 3, 1523
+    spec, workers, size = Format("sign", 8), 3, 1523
     x = normal((workers, size), seed=1)  # no value on a tie of float32
     run = on_workers(lambda x: quantized_all_reduce(x, spec, axis_name="data"), workers)
     compiled = run.lower(stacked(workers, size)).compile()
     result = jax.tree.map(np.asarray, compiled(x))
-    rule = lambda v: rounded(v, name, 8, "bfloat16")[0]
+    rule = lambda v: rounded(v, "sign", 8, "bfloat16")[0]
     total, residuals = all_reduced(x.astype(np.float64), rule, 8)
     np.testing.assert_array_equal(result.total, np.broadcast_to(result.total[:1], x.shape))
     np.testing.assert_allclose(result.total[0], total, rtol=1e-5, atol=1e-6)
@@ -366,26 +365,24 @@ def test_large_ranges_have_whole_groups(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(NAMES, ("ternary",)))
-def test_ranges_that_are_stored_lose_nothing(name):
+def test_ranges_that_are_stored_lose_nothing():
     """50,021 values of 3 workers: ranges of 16,674 are sent as 16,680, and stored."""
     x = normal((3, 50_021))
-    run = lambda x: quantized_all_reduce(x, Format(name, 8), axis_name="data")
+    run = lambda x: quantized_all_reduce(x, Format("ternary", 8), axis_name="data")
     found = jax.tree.map(np.asarray, on_workers(run, 3, "vmap")(x))
     kept = found.total[0] + found.residual.sum(axis=0)
     np.testing.assert_allclose(kept, x.sum(axis=0), atol=1e-4)
     assert np.linalg.norm(found.residual) < np.linalg.norm(x)
 
 
-@pytest.mark.parametrize("name", few(MEANS, ("ternary",)))
-def test_large_messages_have_whole_groups(name):
+def test_large_messages_have_whole_groups():
     """71 values are sent as 72. The last group has the mean of its seven."""
-    spec = Format(name, 8)
+    spec = Format("ternary", 8)
     reducer = GatheredQuantized(spec, "nearest")
     assert reducer.words(71) == spec.words(72)
     x = normal((3, 71))
     found = on_workers(lambda x: finished(reducer, x, ()), 3, "vmap")(x)
-    each = np.stack([rounded(row, name, 8, "bfloat16")[0] for row in x.astype(np.float64)])
+    each = np.stack([rounded(row, "ternary", 8, "bfloat16")[0] for row in x.astype(np.float64)])
     np.testing.assert_allclose(found.mean[0], each.mean(axis=0), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found.residual, x - each, rtol=1e-4, atol=1e-5)
 
@@ -398,22 +395,10 @@ def test_the_largest_vectors_are_not_filled(spec):
     assert GatheredQuantized(spec, "nearest").words(most - 100) == spec.words(most - 100)
 
 
-FED_BACK = [
-    *(formatted(name, group_size=64) for name in NEAREST),
-    formatted("int4", group_size=64, scale="e8m0"),
-]
-
-
-E3M0 = formatted("e3m0", group_size=64)
-
-
-@pytest.mark.parametrize(
-    "reducer",
-    some(FED_BACK, [], slow=[FED_BACK[1], E3M0]),
-    ids=str,
-)
-def test_the_residual_stays_bounded_over_100_steps(reducer):
-    workers = 6
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4", "e3m0"])
+def test_the_residual_stays_bounded_over_100_steps(name):
+    reducer, workers = formatted(name, group_size=64), 6
     gradients = normal((workers, 100, 640))
     _, reduced = feedback_loop(reducer, workers)(gradients)
     residual = np.asarray(reduced.residual, np.float64).sum(axis=0)
@@ -441,23 +426,6 @@ def test_without_decay_neither_rounding_is_fed_back():
 
 
 # --- bytes ---
-
-
-WIRED = [Format("bfloat16"), Format("ternary", 64)]
-
-
-@pytest.mark.parametrize("workers", few([2, 3, 8], [3]))
-@pytest.mark.parametrize(
-    "spec",
-    few([Format("int4", 64, "e8m0"), Format("int2", 64), *WIRED], WIRED[1:]),
-    ids=str,
-)
-def test_words_on_the_wire_are_as_reckoned(spec, workers):
-    size = 1001
-    run = on_workers(lambda x: quantized_all_reduce(x, spec, axis_name="data"), workers)
-    moved = traffic.wire_bytes(run.lower(stacked(workers, size)).compile())
-    assert {c.op for c in moved.collectives} == {"all-to-all", "all-gather"}
-    assert moved.received == 4 * quantized_all_reduce_traffic(size, workers, spec).words
 
 
 def stacked(workers, size):

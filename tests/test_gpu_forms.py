@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few, on_workers, some
+from workers import on_workers, some
 
 from jaxsparse import select, sketch
 from jaxsparse.arrays import platforms
@@ -47,7 +47,7 @@ def test_what_is_stored_is_not_fused():
 # --- counting ---
 
 
-@pytest.mark.parametrize("size", few([128, 255, 1003, 2**20 + 77], (1003, 2**20 + 77)))
+@pytest.mark.parametrize("size", some([128, 1003, 2**20 + 77], (1003, 2**20 + 77)))
 def test_sums_and_maxima(size):
     x = jnp.asarray(np.random.default_rng(size).integers(2**31, size=size), jnp.uint32)
     halved = lambda x: x >> jnp.uint32(1)
@@ -78,7 +78,7 @@ def test_kth_largest_of_magnitudes(k):
 # --- compaction ---
 
 
-@pytest.mark.parametrize("share", few([0, 0.001, 0.3, 1], [0.001]))
+@pytest.mark.parametrize("share", some([0.001, 1], [0.001]))
 @pytest.mark.parametrize(
     "room", some([(1, 0), (100, 40), (5000, 0)], [(100, 40), (5000, 0)]), ids=str
 )
@@ -118,10 +118,7 @@ def test_packed_ranks(ranks):
 # --- slots ---
 
 
-HASHED = [(1, 1), (1000, 10), (5003, 5003), (200_000, 100)]
-
-
-@pytest.mark.parametrize("shape", some(HASHED, HASHED[-1:], slow=HASHED[2:-1]), ids=str)
+@pytest.mark.parametrize("shape", some([(5003, 5003), (200_000, 100)], [(200_000, 100)]), ids=str)
 @pytest.mark.parametrize("threshold", some([0.0, 8.0], [8.0]))
 def test_hash_extract(shape, threshold):
     size, m = shape
@@ -136,7 +133,7 @@ def test_hash_extract(shape, threshold):
     assert_same(forms, x, t, jnp.full((m,), -1, jnp.int32))
 
 
-@pytest.mark.parametrize("tile", some([7, 64, 1003], (7,), slow=(64,)))
+@pytest.mark.parametrize("tile", some([7, 64], [7]))
 @pytest.mark.parametrize("dtype", some([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_slot_max(tile, dtype):
     tiles = -(-1003 // tile)
@@ -156,8 +153,8 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)
-@pytest.mark.parametrize("size", some([1, 16, 1003], (1003,), slow=(16,)))
+@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+@pytest.mark.parametrize("size", some([16, 1003], [1003]))
 def test_encode_to_rounding(spec, size):
     x = cubed(size, dtype=jnp.bfloat16)
     gathered = tiles.gathered if spec.tile_size is None else codec._encode_at_once
@@ -172,11 +169,10 @@ def test_encode_to_rounding(spec, size):
 
 
 @pytest.mark.parametrize("cols", some([200, 20_001], [20_001]))
-@pytest.mark.parametrize("size", few([3, 50_007], (50_007,)))
-def test_encoding_on_a_gpu_scatters_nothing(cols, size):
+def test_encoding_on_a_gpu_scatters_nothing(cols):
     """So it needs no atomic additions, and takes sums in one order. Tiles may form groups."""
     spec = sketch.SketchSpec(rows=3, cols=cols, seed=7)
-    x = jnp.round(4 * cubed(size))
+    x = jnp.round(4 * cubed(50_007))
     gathered = jax.jit(functools.partial(tiles.gathered, spec=spec)).lower(x, jnp.uint32(7))
     compiled = gathered.compile()
     for text in gathered.as_text(), compiled.as_text():
@@ -188,8 +184,8 @@ def test_encoding_on_a_gpu_scatters_nothing(cols, size):
     assert "scatter" not in encode.lower(lowering_platforms=("cuda",)).as_text()  # this form
 
 
-@pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)
-@pytest.mark.parametrize("size", some([1, 16, 1003], (1003,), slow=(16,)))
+@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+@pytest.mark.parametrize("size", some([16, 1003], [1003]))
 def test_decode(spec, size):
     table = cubed(spec.rows * spec.cols).reshape(spec.rows, spec.cols)
     forms = codec._decode_in_turn, codec._decode_at_once
@@ -197,7 +193,7 @@ def test_decode(spec, size):
     assert_same(forms, table, jnp.uint32(7))
 
 
-@pytest.mark.parametrize("spec", some(SPECS, SPECS[1:2], slow=SPECS[:1]), ids=str)
+@pytest.mark.parametrize("spec", some(SPECS, SPECS[1:2]), ids=str)
 def test_blocks(spec):
     rng = np.random.default_rng(0)
     indices = jnp.asarray(rng.permutation(40)[:9], jnp.int32).at[4].set(40)
@@ -223,9 +219,9 @@ def assert_same_slots(make_values, grid, table, seed):
     assert_same([elements(fold), elements(gather)], table, seed)
 
 
-@pytest.mark.parametrize("k", few([1, 20, 90, 1003], (20, 90)))  # 90: a slot for each element
-@pytest.mark.parametrize("tile", few([16, 200], (200,)))
-def test_slots_of_heavy_hitters(k, tile):
+@pytest.mark.parametrize("k", [20, 90])  # 90: a slot for each element
+def test_slots_of_heavy_hitters(k):
+    tile = 200
     spec = sketch.SketchSpec(rows=5, cols=200, tile_size=tile)
 
     def values(table, seed):
@@ -240,14 +236,13 @@ def test_slots_of_heavy_hitters(k, tile):
         assert_same_slots(values, grid, table, seed)
 
 
-@pytest.mark.parametrize("k", few([1, 20, 90, 1003], (20, 90)))
+@pytest.mark.parametrize("k", [20, 90])
 @pytest.mark.parametrize("tile", some([16, 200], [200]))
-@pytest.mark.parametrize("dtype", few([jnp.float32, jnp.bfloat16], (jnp.bfloat16,)))
-def test_slots_of_a_vector(k, tile, dtype):
+def test_slots_of_a_vector(k, tile):
     grid = fast._Grid.of(1003, tile, k)
     values = lambda x, seed: fast.Values.of_vector(x, tile)
     for seed in map(jnp.uint32, range(3)):
-        assert_same_slots(values, grid, cubed(1003, int(seed), dtype), seed)
+        assert_same_slots(values, grid, cubed(1003, int(seed), jnp.bfloat16), seed)
 
 
 @pytest.mark.parametrize("k", some([3, 40], [3]))  # 40: a slot for each element

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 
 import chex
 import jax
@@ -11,19 +10,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from workers import some
+from workers import mesh as mesh_of, some
 
 import jaxsparse
 from jaxsparse.outer.parallel import run_on_workers
 
 CLIPPED = lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-
-
-@functools.cache
-def mesh_of(shape, kind=AxisType.Auto):
-    names = ("data", "fsdp")[: len(shape)]
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices)
 
 
 def problem(mesh=None, rows=24):
@@ -79,12 +71,10 @@ def plain():
 
 SENT = {"dense": lambda **o: jaxsparse.dense(**o), "all": lambda **o: jaxsparse.top_k(1.0, **o)}
 # Numbers of workers are simulated; tuples are meshes.
-PLACES = [8, (1,), (2,), (3,), (5,), (8,), (4, 2), (2, 4)]
-USUAL = [((4, 2), "all")]
-SLOW = [(8, "all"), (8, "dense"), ((3,), "all"), ((2, 4), "dense")]
+CASES = [((4, 2), "all"), (8, "all"), (8, "dense"), ((3,), "all"), ((2, 4), "dense")]
 
 
-@pytest.mark.parametrize("case", some(itertools.product(PLACES, SENT), USUAL, SLOW), ids=str)
+@pytest.mark.parametrize("case", some(CASES, CASES[:1]), ids=str)
 def test_everything_sent_is_the_trainers_own_step(case):
     shape, sent = case
     losses, params, _ = plain()
@@ -422,23 +412,6 @@ def test_moments_stay_where_the_trainer_split_them():
     chex.assert_trees_all_close(jax.device_get(after), jax.device_get(plain), atol=1e-6)
     moved = {c.op for c in jaxsparse.wire_bytes(step, params, before, batch, mesh=mesh).collectives}
     assert "all-gather" in moved
-
-
-@pytest.mark.parametrize(
-    ("behind", "text"),
-    [
-        (optax.sgd(0.1, momentum=0.9), "momentum acts twice"),
-        (optax.clip_by_global_norm(1.0), "clips its momentum"),
-        (optax.add_decayed_weights(0.1), "weight decay behind"),
-        (optax.masked(optax.set_to_zero(), {"w": False, "v": True, "b": False}), "the step drops"),
-    ],
-    ids=["momentum", "clip", "decay", "frozen"],
-)
-@jax.numpy_dtype_promotion("standard")
-def test_the_check_warns_of_what_trains_otherwise_than_it_reads(behind, text):
-    tx = optax.chain(jaxsparse.top_k(0.1, momentum=0.9), behind)
-    with pytest.warns(UserWarning, match=text):
-        jaxsparse.check(tx, problem()[0])
 
 
 def test_products_of_experts_run_beside_inner_axes():

@@ -2,7 +2,7 @@
 
     pytest tests/test_histories.py --histories 10000 --histories-seed 7
 
-runs as many other histories, and prints one that fails as a program. So does --thorough, 10,000.
+runs as many other histories, and prints one that fails as a program.
 """
 
 from unittest import mock
@@ -33,8 +33,7 @@ def test_many_histories(machine):
 
 def pytest_generate_tests(metafunc):
     if "part" in metafunc.fixturenames:
-        option = metafunc.config.getoption
-        count = option("--histories") or 10_000 * option("--thorough")
+        count = metafunc.config.getoption("--histories")
         metafunc.parametrize("part", range(-(-count // AT_ONCE)))
 
 

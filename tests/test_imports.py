@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 
-import pytest
 from running import ENV
 
 import jaxsparse
@@ -70,17 +69,3 @@ def _lax_names(source):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "lax":
             yield node.attr
-
-
-@pytest.mark.slow
-def test_a_gradient_walks_through_few_files():
-    script = ROOT.parent / "benchmarks" / "call_path.py"
-    done = subprocess.run(
-        [sys.executable, script], env=ENV, capture_output=True, text=True, check=True
-    )
-    found = re.findall(r"\| `(\w+)` \| (\d+) \| (\d+) \|", done.stdout)
-    most = {"dense": (9, 34), "spardl": (18, 99), "sketched_sgd": (21, 131)}
-    assert {name for name, _, _ in found} == set(most)
-    for name, files, moves in found:
-        assert int(files) <= most[name][0]
-        assert int(moves) <= most[name][1]

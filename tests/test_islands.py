@@ -13,7 +13,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import optax
 import pytest
@@ -89,19 +88,6 @@ def test_islands_without_failures_are_local_steps(clock):
     np.testing.assert_allclose(owed, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_messages_are_added_up_in_the_decision_s_order(clock):
-    store = reference.Memory()
-    members, states = joined(store, NAMES[:3], clock)
-    ran(members, states, 1, [[np.full(6, i) for i in range(3)]], clock)
-    rounds = members[0].rounds
-    decision = rounds.decided(0)
-    assert [each.name for each in decision.members] == sorted(NAMES[:3])
-    turned = msgspec.structs.replace(decision, members=decision.members[::-1])
-    words = rounds.read(decision)
-    assert all((a == b).all() for a, b in zip(rounds.read(turned), words[::-1]))
-    assert not all((a == b).all() for a, b in zip(words, words[::-1]))
-
-
 def test_a_weight_is_a_share_of_the_mean(clock):
     """10 steps beside 30 count 1 to 3. What an island owes is without its weight."""
     programs = reference.arithmetic(weighted=True)
@@ -120,17 +106,19 @@ def test_a_weight_is_a_share_of_the_mean(clock):
     assert [one.weight for one in states] == [0, 0]
 
 
-def missed(members, states, clock):
-    """The first member's state and exchange, after the second has decided round 0 alone."""
-    _, exchange = members[1].begin(reference.moved(states[1], [1] * 6))
+def exchanged(one, state, clock, by=1, seconds=10):
+    """The state and exchange of an island that moves, posts, and decides after some seconds."""
+    state, exchange = one.begin(reference.moved(state, [by] * 6))
     exchange.advance()
-    clock.now += 10
-    assert exchange.advance()
-    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
-    exchange.advance()
-    clock.now += 20
+    clock.now += seconds
     assert exchange.advance()
     return state, exchange
+
+
+def missed(members, states, clock):
+    """The first member's state and exchange, after the second has decided round 0 alone."""
+    exchanged(members[1], states[1], clock)
+    return exchanged(members[0], states[0], clock, by=8, seconds=20)
 
 
 def test_what_comes_late_is_sent_in_the_round_that_is_open(clock):
@@ -171,10 +159,7 @@ def test_what_comes_late_keeps_its_weight(clock):
     members, states = joined(store, NAMES[:2], clock, **settings)
     states = [one._replace(weight=10.0) for one in states]
     for _ in range(2):  # bergen decides two rounds alone
-        state, exchange = members[1].begin(reference.moved(states[1], [1] * 6))
-        exchange.advance()
-        clock.now += 10
-        assert exchange.advance()
+        state, exchange = exchanged(members[1], states[1], clock)
         states[1] = members[1].finish(state, exchange)._replace(weight=10.0)
     state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
     state = state._replace(weight=state.weight + 3.0)  # steps beside the exchange
@@ -190,10 +175,7 @@ def test_a_weight_that_has_left_the_range_still_counts(weight, sent, clock):
     """A lone island would wait for ever."""
     settings = {"programs": reference.arithmetic(weighted=True), "weighted": True}
     (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock, **settings)
-    _, exchange = one.begin(reference.moved(state, [1] * 6)._replace(weight=weight))
-    exchange.advance()
-    clock.now += 10
-    assert exchange.advance()
+    exchanged(one, state._replace(weight=weight), clock)
     assert [each.weight for each in one.rounds.decided(0).members] == [sent]
 
 
@@ -503,28 +485,6 @@ class Damaging(reference.Link):
         return DAMAGES[self.how](data)
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-def test_a_decision_that_reads_broken_once_is_read_again(how, clock):
-    """Else what it delivers would be sent again, and parameters would differ."""
-    store = reference.Memory()
-    link = Damaging(store, "decisions/00000001", how, 0)
-    members = [reference.member(each, name, clock) for each, name in ((store, "a"), (link, "b"))]
-    states = [one.join(reference.start()) for one in members]
-    states = ran(members, states, 1, np.ones((1, 2, 6)), clock)
-    link.reads = 1
-    exchanges = [
-        one.begin(reference.moved(state, np.arange(6)))[1] for one, state in zip(members, states)
-    ]
-    exchanges[1].advance()
-    assert exchanges[0].advance()  # it decides
-    with pytest.raises(UnreachableError, match="a decision of round 1 that can't be read"):
-        exchanges[1].advance()
-    assert exchanges[1].advance()
-    assert exchanges[1].counted
-    for a, b in zip(jax.tree.leaves(exchanges[0].shared), jax.tree.leaves(exchanges[1].shared)):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("messages", "flip"), ("decisions", "html"), ("snapshots", "half"), ("lives", "empty")],
@@ -543,7 +503,7 @@ def test_what_never_reads_whole_ends_by_patience(kind, how):
         return found
 
     link.create = deaf_once
-    train = trainer(link, "one", every=1, grace=0.0, patience=0.2)
+    train = trainer(link, every=1, grace=0.0, patience=0.2)
     if kind in ("snapshots", "lives"):
         with (
             pytest.warns(UserWarning, match=r"snapshot of round 0 is left out|can't join yet"),
@@ -558,7 +518,7 @@ def test_what_never_reads_whole_ends_by_patience(kind, how):
 
 
 def test_a_wait_for_a_quorum_has_its_reason():
-    train = trainer(reference.Memory(), "one", every=1, quorum=2, grace=0.0, overlap=0)
+    train = trainer(reference.Memory(), every=1, quorum=2, grace=0.0, overlap=0)
     state = train.join((jnp.zeros(8),))
     train._overlap = 1  # so that it does not wait
     state, _ = train(state, jnp.ones(8))
@@ -692,9 +652,19 @@ def test_an_unknown_url_is_refused(url):
 STEP = jax.jit(lambda state, batch: ((state[0] - 0.1 * (state[0] - batch),), state[0].sum()))
 
 
+DENSE = jaxsparse.dense(axis_name=None)
+
+
 def half():
     """Half of the entries travel."""
     return jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False)
+
+
+def trained(train, state, steps, batch=1.0):
+    """The state after steps towards a batch of equal numbers."""
+    for _ in range(steps):
+        state, _ = train(state, jnp.full(8, batch))
+    return state
 
 
 @functools.cache
@@ -702,11 +672,11 @@ def programs_of_half(weighted):
     return Arithmetic(half(), optax.sgd(1.0), lambda state: state[0], weighted)
 
 
-def trainer(store, name, *, exchange=None, optimizer=None, **settings):
+def trainer(store, name="one", *, step=STEP, exchange=None, optimizer=None, **settings):
     """An island, by default with programs that tests share."""
     usual = {"every": 2, "grace": 20.0, "poll": 0.01}
     pair = exchange or half(), optimizer or optax.sgd(1.0)
-    train = islands.Islands(STEP, *pair, store, name=name, **{**usual, **settings})
+    train = islands.Islands(step, *pair, store, name=name, **{**usual, **settings})
     if exchange is optimizer is None:
         train._member.arithmetic = programs_of_half(settings.get("weighted", False))
     return train
@@ -741,7 +711,7 @@ def test_islands_train_in_threads_of_their_own(overlap, tmp_path):
 
 def test_reports_of_a_long_run_do_not_fill_the_memory(monkeypatch):
     monkeypatch.setattr(members_of, "_KEPT", 3)
-    train = trainer(reference.Memory(), "one", every=1, grace=0.0)
+    train = trainer(reference.Memory(), every=1, grace=0.0)
     state = train.join((jnp.zeros(8),))
     for _ in range(8):
         state, _ = train(state, jnp.ones(8))
@@ -755,23 +725,18 @@ def test_reports_of_a_long_run_do_not_fill_the_memory(monkeypatch):
 
 def test_a_store_that_does_not_answer():
     link = reference.Link(reference.Memory())
-    train = trainer(link, "one", alone=3, grace=0.0, patience=0.2)
-    state = train.join((jnp.zeros(8),))
-    batch = jnp.ones(8)
-    for _ in range(2):
-        state, _ = train(state, batch)
+    train = trainer(link, alone=3, grace=0.0, patience=0.2)
+    state = trained(train, train.join((jnp.zeros(8),)), 2)
     assert state.round == 1
     link.fault = "down"
-    for _ in range(4):  # the second one begins an exchange
-        state, _ = train(state, batch)
+    state = trained(train, state, 4)  # the second one begins an exchange
     assert state.round == 1
     assert "down" in train.status().trouble
     link.mend()
-    state, _ = train(state, batch)
+    state = trained(train, state, 1)
     assert state.round == 3  # that one, and the next, which is due
     link.fault = "down"
-    for _ in range(4):
-        state, _ = train(state, batch)
+    state = trained(train, state, 4)
     with pytest.raises(ConnectionError, match="down"):
         train.leave(state)
 
@@ -795,10 +760,9 @@ class SlowSnapshots(reference.Memory):
 def test_nobody_waits_for_a_snapshot():
     """It is written beside training, tried again, and waited for at the end."""
     store = SlowSnapshots()
-    train = trainer(store, "one", every=1, grace=0.0, snapshots=3, poll=0.01)
+    train = trainer(store, every=1, grace=0.0, snapshots=3, poll=0.01)
     state = train.join((jnp.zeros(8),))
-    for _ in range(5):
-        state, _ = train(state, jnp.ones(8))
+    state = trained(train, state, 5)
     assert state.round == 5
     assert store.names("snapshots") == ["00000000"]
     store.fails = 1
@@ -810,13 +774,13 @@ def test_nobody_waits_for_a_snapshot():
 def test_leaving_takes_no_longer_than_it_may():
     """Neither a snapshot nor a message on its way is waited for. Then it has to join again."""
     store = SlowSnapshots()
-    train = trainer(store, "one", every=1, grace=0.0, snapshots=1, poll=0.01)
+    train = trainer(store, every=1, grace=0.0, snapshots=1, poll=0.01)
     state, _ = train(train.join((jnp.zeros(8),)), jnp.ones(8))
     begun = time.monotonic()
     train.leave(state, patience=0.2)
     assert time.monotonic() - begun < 5
     store.may.set()
-    lonely = trainer(reference.Memory(), "one", every=1, quorum=2, poll=0.01, overlap=0, alone=0)
+    lonely = trainer(reference.Memory(), every=1, quorum=2, poll=0.01, overlap=0, alone=0)
     state = lonely.join((jnp.zeros(8),))
     lonely._overlap = 1  # so that it does not wait
     state, _ = lonely(state, jnp.ones(8))
@@ -827,7 +791,7 @@ def test_leaving_takes_no_longer_than_it_may():
 
 
 def test_no_thread_is_at_work_as_python_ends():
-    train = trainer(reference.Memory(), "one", every=1, quorum=2, overlap=0, alone=0, poll=0.01)
+    train = trainer(reference.Memory(), every=1, quorum=2, overlap=0, alone=0, poll=0.01)
     state = train.join((jnp.zeros(8),))
     train._overlap = 1  # so that it does not wait
     train(state, jnp.ones(8))
@@ -854,7 +818,7 @@ def test_programs_of_an_exchange_may_run_in_the_main_thread(monkeypatch):
     ends = []
     for beside in (True, False):
         monkeypatch.setattr(threads, "_may_compute_in_a_thread", lambda _, x=beside: x)
-        train = trainer(reference.Memory(), "one", every=2, overlap=1, grace=0.0, poll=0.01)
+        train = trainer(reference.Memory(), every=2, overlap=1, grace=0.0, poll=0.01)
         state = train.join((jnp.zeros(8),))
         for i in range(6):
             state, _ = train(state, i + jnp.arange(8.0))
@@ -867,7 +831,7 @@ def test_a_snapshot_that_the_store_does_not_take_is_left_out():
     store = SlowSnapshots()
     store.may.set()
     store.fails = 10**9
-    train = trainer(store, "one", every=1, grace=0.0, snapshots=1, poll=0.01, patience=0.1)
+    train = trainer(store, every=1, grace=0.0, snapshots=1, poll=0.01, patience=0.1)
     state = train.join((jnp.zeros(8),))
 
     def trains_and_leaves():
@@ -880,9 +844,8 @@ def test_a_snapshot_that_the_store_does_not_take_is_left_out():
 
 
 def test_the_end_of_an_island_is_exchanged():
-    train = trainer(reference.Memory(), "one", every=5, grace=0.0)
-    state = train.join((jnp.zeros(8),))
-    state, _ = train(state, jnp.ones(8))
+    train = trainer(reference.Memory(), every=5, grace=0.0)
+    state = trained(train, train.join((jnp.zeros(8),)), 1)
     state = train.leave(state)
     assert state.round == 1
     np.testing.assert_allclose(np.sort(np.asarray(state.params)), [0] * 4 + [0.1] * 4, rtol=1e-6)
@@ -922,13 +885,12 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_settings_are_refused(what):
     given, message = WRONG[what]
-    given = {"name": "one", **given}
     with pytest.raises(ValueError, match=message):
         trainer(reference.Memory(), **given).join((jnp.zeros(8),))
 
 
 def test_a_weight_that_nobody_asked_for_is_refused():
-    train = trainer(reference.Memory(), "one")
+    train = trainer(reference.Memory())
     state = train.join((jnp.zeros(8),))
     with pytest.raises(ValueError, match=r"weight=3, but weighted=False"):
         train(state, jnp.ones(8), weight=3)
@@ -1160,21 +1122,11 @@ def test_a_step_may_donate_its_state():
         params, count = state
         return (params - 0.1 * (params - batch), count + 1), None
 
-    train = jaxsparse.islands.Islands(
-        jax.jit(step, donate_argnums=0),
-        jaxsparse.dense(axis_name=None),
-        optax.sgd(0.7, 0.9, nesterov=True),
-        reference.Memory(),
-        name="one",
-        every=2,
-        overlap=1,
-        grace=0.0,
-        poll=0.01,
-    )
+    settings = {"exchange": DENSE, "optimizer": optax.sgd(0.7, 0.9, nesterov=True)}
+    step = jax.jit(step, donate_argnums=0)
+    train = trainer(reference.Memory(), step=step, **settings, overlap=1, grace=0.0)
     first = (jnp.zeros(8), jnp.int32(0))
-    state = train.join(first)
-    for _ in range(5):
-        state, _ = train(state, jnp.ones(8))
+    state = trained(train, train.join(first), 5)
     saved = jax.tree.map(np.asarray, state)
     train.leave(state)
     assert first[1] == 0
@@ -1188,33 +1140,6 @@ def ahead(state):
     """What an island owes and has moved, with the opposite sign."""
     away = np.asarray(state.params["w"] - state.worker[0]["w"]).reshape(-1)
     return -(reference.residual(state) + away)
-
-
-def slept(clock, rounds):
-    """The exchange of an island that fell asleep after it posted. Another one made rounds."""
-    store = reference.Memory()
-    members, states = joined(store, NAMES[:2], clock, snapshots=2)
-    state, exchange = members[0].begin(reference.moved(states[0], np.arange(1, 7)))
-    exchange.advance()
-    ran(members[1:], states[1:], rounds, np.zeros((rounds, 1, 6)), clock)
-    return store, members[0], state, exchange
-
-
-def test_a_message_that_counted_is_not_sent_again_after_a_long_sleep(clock):
-    _, one, state, exchange = slept(clock, 9)
-    while not exchange.advance():
-        clock.now += 10
-    assert exchange.counted
-    assert exchange.round == 9
-    state = one.finish(state, exchange)
-    np.testing.assert_array_equal(ahead(state), [1, 2, 3, 0, 0, 0])
-
-
-def test_a_saved_state_is_not_sent_again_after_a_long_sleep(clock):
-    store, _one, state, _ = slept(clock, 9)
-    with pytest.warns(UserWarning, match="amsterdam sent in round 0, after its state was saved"):
-        back = reference.member(store, NAMES[0], clock).join(state)
-    np.testing.assert_array_equal(ahead(back), 0)
 
 
 def test_a_store_that_fails_after_a_long_sleep_has_nothing_sent_twice(clock):
@@ -1268,23 +1193,6 @@ def test_a_saved_state_that_drifts_keeps_what_it_owes(clock, monkeypatch):
     )
 
 
-def test_of_two_processes_that_go_on_from_one_state_one_stops(clock):
-    """The earlier one, once the later one counts. If it counts before that, the later one drops
-    what both owe."""
-    store = reference.Memory()
-    (first,), states = joined(store, NAMES[:1], clock)
-    (saved,) = ran([first], states, 1, [[np.arange(6)]], clock)
-    members = [reference.member(store, NAMES[0], clock) for _ in range(3)]
-    exchanges = [one.begin(reference.moved(one.join(saved), np.ones(6)))[1] for one in members]
-    assert exchanges[1].advance()
-    with pytest.raises(RuntimeError, match="joined as amsterdam after this one counts in round 1"):
-        exchanges[0].advance()
-    with pytest.warns(UserWarning, match="amsterdam sent in round 1, after its state was saved"):
-        assert exchanges[2].advance()
-    assert not exchanges[2].counted
-    assert not reference.residual(exchanges[2].shared).any()
-
-
 def test_digests_are_the_same_with_64_bits(clock):
     (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock)
     shared = Shared(state.params, state.outer)
@@ -1308,7 +1216,7 @@ def test_names_that_are_no_snapshots_of_the_run_keep_nothing_from_it(clock):
 def test_an_island_has_seconds_to_leave():
     """Also where the store is silent, for which it would wait longer, and end with an error."""
     link = reference.Link(reference.Memory())
-    train = trainer(link, "one", quorum=2)
+    train = trainer(link, quorum=2)
     state = train.join((jnp.zeros(8),))
     link.fault = "down"  # before its exchange begins in a thread
     state, _ = train(state, jnp.ones(8))
@@ -1336,10 +1244,9 @@ def test_who_joins_again_waits_for_the_thread_that_it_left():
         return get(key)
 
     store.get = get_when_it_may
-    train = trainer(store, "one", overlap=1, grace=0.0)
+    train = trainer(store, overlap=1, grace=0.0)
     state = train.join((jnp.zeros(8),))
-    for _ in range(2):  # the second one begins an exchange in a thread
-        state, _ = train(state, jnp.ones(8))
+    state = trained(train, state, 2)  # the second one begins an exchange in a thread
     former = train.status().life
     with pytest.warns(UserWarning, match="one leaves in round 0"):
         left = train.leave(state, patience=0.1)
@@ -1356,24 +1263,22 @@ def test_joining_waits_for_the_store():
     link.fault = "down"
     threading.Timer(0.3, link.mend).start()
     with warnings.catch_warnings(action="ignore"):  # on a slow machine the store is there by then
-        assert trainer(link, "one").join((jnp.zeros(8),)).round == 0
+        assert trainer(link).join((jnp.zeros(8),)).round == 0
     link.fault = "down"
     with (
         pytest.warns(UserWarning, match="one can't join yet, and tries for 0.1 s: .*down"),
         pytest.raises(ConnectionError, match="down"),
     ):
-        trainer(link, "one", patience=0.1).join((jnp.zeros(8),))
+        trainer(link, patience=0.1).join((jnp.zeros(8),))
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_joining_may_take_longer_than_the_store_may_be_silent(is_saved):
     """And an error on the way does not have read again what is there."""
     store, read = reference.Memory(), []
-    first = trainer(store, "one", every=1, grace=0.0, snapshots=100)
+    first = trainer(store, every=1, grace=0.0, snapshots=100)
     saved = trainer(store, "two").join((jnp.zeros(8),))
-    state = first.join((jnp.zeros(8),))
-    for _ in range(6):
-        state, _ = first(state, jnp.ones(8))
+    trained(first, first.join((jnp.zeros(8),)), 6)
     get = store.get
 
     def fails_once_a_round(key):
@@ -1393,7 +1298,7 @@ def test_joining_may_take_longer_than_the_store_may_be_silent(is_saved):
 
 
 def test_a_weight_out_of_range_is_refused():
-    train = trainer(reference.Memory(), "one", weighted=True)
+    train = trainer(reference.Memory(), weighted=True)
     state = train.join((jnp.zeros(8),))
     for weight in (0.0, -1.0, float("nan"), float("inf"), 1e-60, 1e39):
         with pytest.raises(ValueError, match="must lie in"):
@@ -1405,8 +1310,7 @@ def test_a_weight_out_of_range_is_refused():
 def test_a_scalar_is_a_parameter():
     """A temperature, as a number of Python's."""
     step = jax.jit(lambda s, x: ((jax.tree.map(lambda p: p + x, s[0]),), x))
-    pair = jaxsparse.dense(axis_name=None), optax.sgd(1.0)
-    train = islands.Islands(step, *pair, reference.Memory(), name="one", every=1, grace=0.0)
+    train = trainer(reference.Memory(), step=step, exchange=DENSE, every=1, grace=0.0)
     state = train.join(({"w": jnp.zeros(3), "t": 0.5},))
     for _ in range(3):
         state, _ = train(state, jnp.float32(1))
@@ -1449,8 +1353,8 @@ def test_an_interrupt_in_an_exchange_leaves_it_on_its_way(request):
 def test_a_state_that_did_not_join_is_refused():
     """One that `join` did not return, unless it is the first one, as a trainer makes it."""
     store = reference.Memory()
-    train = trainer(store, "one")
-    state = trainer(store, "one").join((jnp.zeros(8),))
+    train = trainer(store)
+    state = trainer(store).join((jnp.zeros(8),))
     with pytest.raises(ValueError, match="one has not joined"):
         train(state, jnp.ones(8))
     train.join((jnp.zeros(8),))
@@ -1470,19 +1374,18 @@ def test_islands_stand_where_a_jitted_step_stood():
 
     step = jax.jit(lambda state, batch: ((state[0] - 0.125 * batch,), jnp.sum(batch)))
     alone, last = loop(step, (jnp.ones(8),))
-    pair = jaxsparse.dense(axis_name=None), optax.sgd(1.0)
-    train = islands.Islands(step, *pair, reference.Memory(), name="one", every=2, grace=0.0)
+    train = trainer(reference.Memory(), step=step, exchange=DENSE, grace=0.0)
     state, loss = loop(train, (jnp.ones(8),))
     np.testing.assert_array_equal(state.params[0], alone[0])
     assert (state.round, float(loss)) == (2, float(last))
-    uncompiled = islands.Islands(len, *pair, reference.Memory(), name="one", every=2)
+    uncompiled = trainer(reference.Memory(), step=len)
     with pytest.raises(ValueError, match="has no lower: compile it"):
         uncompiled.lower(state, jnp.ones(8))
 
 
 def test_steps_beside_an_exchange_that_are_not_finite_start_anew():
     """And what they weigh goes with what they moved."""
-    train = trainer(reference.Memory(), "one", every=3, overlap=2, grace=0.0, weighted=True)
+    train = trainer(reference.Memory(), every=3, overlap=2, grace=0.0, weighted=True)
     state = train.join((jnp.zeros(8),))
     for _ in range(3):
         state, _ = train(state, jnp.ones(8), 5.0)
@@ -1511,15 +1414,7 @@ def test_a_step_that_leaves_parameters_as_they_are_keeps_its_weight():
     def step(state, batch):
         return state, jnp.nan * batch.sum()
 
-    train = islands.Islands(
-        step,
-        jaxsparse.dense(axis_name=None),
-        optax.sgd(0.7, 0.9, nesterov=True),
-        reference.Memory(),
-        name="one",
-        every=3,
-        weighted=True,
-    )
+    train = trainer(reference.Memory(), step=step, exchange=DENSE, every=3, weighted=True)
     state, _ = train(train.join((jnp.zeros(3),)), jnp.ones(7), 7.0)
     assert state.weight == 7
     local = jaxsparse.LocalSteps(
@@ -1550,42 +1445,10 @@ def test_a_round_that_is_over_is_not_decided_again():
     assert one.decided(0).lives == {"adam": "0"}
 
 
-def test_a_message_that_the_store_has_lost_is_sent_again(clock):
-    """Once its island has waited for the grace."""
-    link = reference.Link(reference.Memory())
-    members, states = joined(link, NAMES[:1], clock)
-    exchange = members[0].begin(reference.moved(states[0], np.arange(6)))[1]
-    link.fault = "loses"
-    assert not exchange.advance()
-    link.mend()
-    clock.now = 4.0
-    assert not exchange.advance()
-    assert not link.names("messages/00000000")
-    clock.now = 5.0
-    with pytest.raises(UnreachableError, match="does not show the message of round 0 that it was"):
-        exchange.advance()
-    assert link.names("messages/00000000") == [f"amsterdam.{members[0].life}"]
-    assert exchange.advance()
-    assert exchange.counted
-
-
-def test_a_decision_that_the_store_has_lost_is_made_again(clock):
-    link = reference.Link(reference.Memory())
-    members, states = joined(link, NAMES[:1], clock)
-    exchange = members[0].begin(reference.moved(states[0], np.arange(6)))[1]
-    assert not exchange.advance()
-    link.fault, clock.now = "loses", 5.0
-    with pytest.raises(UnreachableError, match="does not show the decision of round 0 that it was"):
-        exchange.advance()  # it believes what it reads
-    link.mend()
-    assert exchange.advance()
-    assert exchange.counted
-
-
 @pytest.mark.parametrize(("fault", "what"), [("loses", "message"), ("stale", "decision")])
 def test_a_store_that_never_shows_what_it_is_given_ends_training(fault, what):
     link, asked = reference.Link(reference.Memory()), collections.Counter()
-    train = trainer(link, "one", every=1, grace=0.0, patience=0.3)
+    train = trainer(link, every=1, grace=0.0, patience=0.3)
     state = train.join((jnp.zeros(8),))
     create = link.create
 
@@ -1675,7 +1538,7 @@ def test_whoever_joins_asks_a_store_that_shows_nothing_less_and_less_often():
         pytest.warns(UserWarning, match="one can't join yet"),
         pytest.raises(UnreachableError, match="does not show the snapshot of round 0"),
     ):
-        trainer(link, "one", patience=0.5, poll=0.001).join((jnp.zeros(8),))
+        trainer(link, patience=0.5, poll=0.001).join((jnp.zeros(8),))
     assert 2 <= len(sent) <= 8
 
 
@@ -1718,19 +1581,6 @@ def test_a_saved_state_does_not_go_on_in_another_run(clock):
     assert list(store.objects) == ["snapshots/00000000", "lives/other.00000000"]
 
 
-def test_a_clock_that_goes_back_costs_no_wait(clock):
-    members, states = joined(reference.Memory(), NAMES[:1], clock)
-    clock.now = 100.0
-    exchange = members[0].begin(reference.moved(states[0], np.arange(6)))[1]
-    assert not exchange.advance()
-    clock.now = 104.0
-    assert not exchange.advance()
-    clock.now = -1000.0
-    assert not exchange.advance()
-    clock.now = -999.0  # the fifth second of five
-    assert exchange.advance()
-
-
 @pytest.mark.parametrize("devices", some([(), (0, 1, 2)], [(0, 1, 2)]))
 def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
     w = jnp.arange(24.0).reshape(6, 4)
@@ -1738,7 +1588,7 @@ def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
     if devices:
         mesh = jax.sharding.Mesh(np.array(jax.devices())[list(devices)], "x")
         w, batch = jax.device_put((w, batch), jax.sharding.NamedSharding(mesh, jax.P("x")))
-    train = trainer(reference.Memory(), "one", exchange=half(), every=1, grace=0.0)
+    train = trainer(reference.Memory(), exchange=half(), every=1, grace=0.0)
     state = train.join((w,))
     like = train.like((w,))
     for x, found in zip(jax.tree.leaves(like), jax.tree.leaves(state), strict=True):
@@ -1764,7 +1614,7 @@ def test_a_member_fewer_takes_no_compilation(caplog):
     other = trainer(store, "two", exchange=half(), quorum=2)
     _, exchange = other._member.begin(other.join((jnp.zeros(8),)))
     assert not exchange.advance()  # two has sent its message, and dies
-    one = trainer(store, "one", exchange=half(), every=1, grace=0.0)
+    one = trainer(store, exchange=half(), every=1, grace=0.0)
     state, _ = one(one.join((jnp.zeros(8),)), jnp.ones(8))
     for thread in threading.enumerate():
         if thread.name == "islands-compile":

@@ -68,13 +68,6 @@ def test_each_rank_is_told_its_place_and_its_lines_come_with_its_number():
     ]
 
 
-def test_lines_come_while_the_ranks_run(tmp_path):
-    seen = tmp_path / "seen"
-    script = f"echo first; while [ ! -e {seen} ]; do sleep 0.02; done"
-    settings = {"timeout": 60, "on_line": lambda *_: seen.touch()}
-    assert launch(["sh", "-c", script], 1, **settings).status == 0
-
-
 @pytest.mark.parametrize(
     ("death", "status", "how"),
     [("exit 3", 3, "failed with exit status 3"), ("kill -KILL $$", 137, "was killed by SIGKILL")],
@@ -95,12 +88,6 @@ def test_the_ranks_have_time_to_end_by_themselves(tmp_path, monkeypatch):
     fail = "while [ ! -e ready ]; do sleep 0.02; done; exit 1"
     outcome, lines = run(f"if [ {RANK} = 0 ]; then {save}; fi; {fail}", 2)
     assert (outcome.failed, lines[0]) == (1, ["saved"])
-
-
-def test_what_an_ended_rank_left_running_ends_too(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run("sleep 100 & echo $! > pid", 1)[0].status == 0
-    assert_all_ended(tmp_path, 1)
 
 
 def test_the_report_has_the_last_lines_without_a_native_stack():
@@ -174,13 +161,6 @@ def test_the_ranks_end_with_a_killed_launcher(tmp_path, monkeypatch, flags, firs
     status, _, _ = command_line("-n", "2", *flags, "--", "sh", "-c", script)
     assert status == -signal.SIGKILL
     assert_all_ended(tmp_path, 4)  # within 5 seconds
-
-
-def test_a_command_may_wait_for_all_its_children():
-    """What guards a rank is no child of it."""
-    script = "import os; os.spawnlp(os.P_NOWAIT, 'true', 'true'); os.wait(); os.wait()"
-    outcome, ((*_, last),) = in_processes([sys.executable, "-c", script], 1, timeout=60)
-    assert (outcome.status, last) == (1, "ChildProcessError: [Errno 10] No child processes")
 
 
 def test_a_command_that_is_not_there():

@@ -5,7 +5,6 @@ import functools
 import itertools
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -112,11 +111,8 @@ def test_diloco_as_worked_by_hand(way):
         np.testing.assert_array_equal(state.worker[0].value, [state.params] * 2)
 
 
-PLACES = [(w, "mesh") for w in (1, 2, 3, 5, 8)] + [(w, "simulated") for w in (2, 5, 64)]
-
-
 @pytest.mark.parametrize(
-    "place", some(PLACES, PLACES[2:3], [(1, "mesh"), (5, "simulated")]), ids=str
+    "place", some([(3, "mesh"), (1, "mesh"), (5, "simulated")], [(3, "mesh")]), ids=str
 )
 @pytest.mark.parametrize("name", some(["diloco", "mean", "bmuf"], ["diloco"]))
 def test_outer_optimizers_are_those_of_numpy(place, name):
@@ -218,7 +214,7 @@ SPARSE = [
 
 
 @pytest.mark.parametrize("settings", some(SPARSE, SPARSE[:1]), ids=str)
-@pytest.mark.parametrize("workers", some([1, 2, 3, 5, 8], [3], [8]))
+@pytest.mark.parametrize("workers", some([3, 8], [3]))
 def test_sparse_loco_is_that_of_numpy(workers, settings):
     """e <- beta e + D; s = Q(top-k of chunks); e <- e - s; theta <- theta - alpha mean(s)."""
     k, chunk, decay = 2, 16, settings.get("decay", 0.95)
@@ -248,49 +244,7 @@ def test_sparse_loco_is_that_of_numpy(workers, settings):
         np.testing.assert_allclose(joined, residual, rtol=2e-3, atol=4e-3)
 
 
-FRAGMENTS = {
-    "strided": [EMBEDDING, np.concatenate([LAYERS[0], LAYERS[2]]), LAYERS[1]],
-    "sequential": [EMBEDDING, np.concatenate(LAYERS[:2]), LAYERS[2]],
-}
-
-
-STREAMS = [
-    (split, overlap, mixing, way)
-    for split in FRAGMENTS
-    for overlap, mixing in ((0, 0.0), (0, 0.5), (1, 0.5), (3, 0.25))
-    for way in ("mesh", "simulated")
-]
-
-
-@pytest.mark.parametrize(
-    "case",
-    # By default test_layers_that_are_stacked_stream_as_in_numpy streams, too.
-    some(STREAMS, [], STREAMS[::3]),
-    ids=str,
-)
-def test_streaming_is_that_of_numpy(case):
-    split, overlap, mixing, way = case
-    tree = moves(11, 3)
-    streaming = outer.Streaming(3, overlap, mixing, split)
-    train = LocalSteps(walk, *diloco(), where(3, way), every=5, streaming=streaming)
-    found, own, _ = run(train, tree)
-    expected, expected_own = reference.train(
-        flat(START),
-        as_vectors(tree),
-        reference.nesterov(0.7, 0.9),
-        5,
-        fragments=FRAGMENTS[split],
-        overlap=overlap,
-        mixing=mixing,
-    )
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(own, expected_own, rtol=1e-4, atol=1e-4)
-
-
-WEIGHED = [(workers, case) for workers in (1, 2, 3, 5) for case in (None, (0, 0.0), (1, 0.5))]
-
-
-@pytest.mark.parametrize("case", some(WEIGHED, [(3, None)], slow=[(3, (1, 0.5))]), ids=str)
+@pytest.mark.parametrize("case", some([(3, None), (3, (1, 0.5)), (1, None)], [(3, None)]), ids=str)
 def test_displacements_by_weight_are_those_of_numpy(case):
     """A worker's weight is the sum of its steps' since its last exchange; the last has none."""
     workers, stream = case
@@ -302,7 +256,7 @@ def test_displacements_by_weight_are_those_of_numpy(case):
     if stream is not None:
         streaming = outer.Streaming(3, *stream, "sequential")
         settings = {"overlap": stream[0], "mixing": stream[1]}
-        settings["fragments"] = FRAGMENTS["sequential"]
+        settings["fragments"] = [EMBEDDING, np.concatenate(LAYERS[:2]), LAYERS[2]]
     step = lambda state, batch: walk(state, {name: batch[name] for name in START})
     train = LocalSteps(
         step,
@@ -384,7 +338,7 @@ def draw(seed):
     return train, twin, leaves, workers, momentum
 
 
-@pytest.mark.parametrize("seed", some(range(20), [3], range(10)))
+@pytest.mark.parametrize("seed", some(range(10), [3]))
 def test_random_programs_on_random_moves_are_those_of_numpy(seed, request):
     """`--fuzz N` runs N / 20 cases of each program, at least 50. A third have broken workers."""
     train, twin, leaves, workers, momentum = draw(seed)
@@ -459,8 +413,7 @@ def test_layers_that_are_stacked_stream_as_in_numpy(way):
     draw = lambda x: np.random.default_rng(x.ndim).normal(size=(7, 2, *x.shape)).astype(np.float32)
     tree = jax.tree.map(draw, start)
     if way == "mesh":
-        auto = (jax.sharding.AxisType.Auto,) * 2
-        where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=auto, devices=jax.devices()[:4])
+        where = mesh((2, 2))
         overlap, mixing, cut = 1, 0.25, {"head": P(), "layers": P(None, None, "fsdp")}
         start = {n: jax.device_put(x, NamedSharding(where, cut[n])) for n, x in start.items()}
     streaming = outer.Streaming(3, overlap, mixing, stacked="layers")
@@ -494,8 +447,7 @@ def test_stages_exchange_at_their_bounds():
     assert [n for n in range(20) if train.due(n) is not None] == [1, 2, 3, 4, 5, 8, 10, 14, 18]
 
 
-@functools.cache
-def broken_run(streaming):
+def test_a_broken_worker_goes_back_and_the_others_keep_their_steps():
     """In step 1, worker 1's parameters and its other state, an array of floats, break."""
 
     def step(state, move):
@@ -506,17 +458,12 @@ def broken_run(streaming):
     tree = moves(7, 3)
     tree["embedding"][1, 1, 0, 0] = np.nan
     start = (START, np.zeros(SHAPES["embedding"], np.float32))
-    train = LocalSteps(step, *diloco(), mesh(3), every=3, streaming=streaming)
+    train = LocalSteps(step, *diloco(), mesh(3), every=3)
     state = train.init(jax.tree.map(jnp.asarray, start))
     states = []
     for t in range(7):
         state, _ = train(state, at(tree, t), t)
         states.append(jax.device_get(state))
-    return states, tree
-
-
-def test_a_broken_worker_goes_back_and_the_others_keep_their_steps():
-    states, tree = broken_run(None)
     after, last = states[2], states[-1]
     np.testing.assert_array_equal(flat(after.params), flat(START))  # this exchange has no effect
     assert int(after.skipped) == int(last.skipped) == 1
@@ -536,13 +483,6 @@ def test_a_broken_worker_goes_back_and_the_others_keep_their_steps():
     np.testing.assert_allclose(
         flat(last.params), flat(START) - 0.7 * 1.9 * mean, rtol=1e-4, atol=1e-4
     )
-
-
-@pytest.mark.slow
-def test_a_broken_worker_recovers_under_streaming():
-    states, _ = broken_run(outer.Streaming(2, overlap=1))
-    assert int(states[-1].skipped) == 1
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(states[-1]))
 
 
 @pytest.mark.parametrize(
@@ -661,17 +601,12 @@ def counting(state, batch, key, scale):
 def test_where_a_jitted_step_stood(way):
     """Metrics are what the trainer shows, other arguments reach the step, and a state counts."""
     workers, every = 2, 2
-    axes = {"mesh": ("data",), "grid": ("data", "fsdp")}.get(way)
-    auto = (jax.sharding.AxisType.Auto,)
-    where = workers
-    if axes is not None:
-        sizes, devices = (2,) * len(axes), jax.devices()[: 2 ** len(axes)]
-        where = jax.make_mesh(sizes, axes, axis_types=auto * len(axes), devices=devices)
+    where = {"mesh": mesh(2), "grid": mesh((2, 2))}.get(way, workers)
     make = lambda: LocalSteps(counting, *MEAN, where, every=every, params=lambda s: s["w"])
     batches = np.random.default_rng(0).normal(size=(5, 8, 3)).astype(np.float32)
     train = make()
     start, w = {"w": jnp.zeros(3), "step": jnp.int32(0)}, np.zeros((workers, 3))
-    if axes is not None:
+    if way != "simulated":
         start = jax.device_put(start, jax.sharding.NamedSharding(where, jax.P()))
     state = start if way == "mesh" else train.init(start)  # as a trainer hands it over
     key = jax.random.key(1)
@@ -681,7 +616,7 @@ def test_where_a_jitted_step_stood(way):
         rest = (jax.random.fold_in(key, t), jnp.float32(0.5))
         lowered = train.lower(state, batch, None, *rest)
         assert lowered.out_info[0]["w"].value.shape == (workers, 3)
-        with contextlib.nullcontext() if axes is None else jax.set_mesh(where):
+        with contextlib.nullcontext() if way == "simulated" else jax.set_mesh(where):
             state, shown = train(state, batch, None, *rest)
         noise = jax.random.normal(rest[0], (3,))
         w -= 0.5 * (batch.reshape(workers, -1, 3).mean(1) + np.asarray(noise)[None])
@@ -1064,36 +999,25 @@ def nnx_with_statistics():
     return state, step, {"params": pick(nnx.Param), "average": pick(nnx.BatchStat)}
 
 
-def adapting(loss_of, params, trained=lambda params: params):
-    """A step that trains a part of the parameters, and leaves the others frozen."""
+def low_rank_adapters():
+    frozen = jax.random.normal(jax.random.key(0), (8, 4), jnp.bfloat16)
+    params = {"frozen": frozen, "down": jnp.ones((8, 2)), "up": jnp.zeros((2, 4))}
+    trained = lambda params: {n: params[n] for n in ("down", "up")}
     tx = optax.adam(0.1)
+
+    def loss_of(p, x):
+        return jnp.mean(jnp.square(x @ (frozen.astype(jnp.float32) + p["down"] @ p["up"]) - 1))
 
     def step(state, x):
         params, opt_state = state
-        value, grads = jax.value_and_grad(loss_of)(trained(params), params, x)
+        value, grads = jax.value_and_grad(loss_of)(trained(params), x)
         updates, opt_state = tx.update(grads, opt_state)
-        new = optax.apply_updates(trained(params), updates)
-        return (params | new if isinstance(params, dict) else new, opt_state), value
+        return (params | optax.apply_updates(trained(params), updates), opt_state), value
 
     return (params, tx.init(trained(params))), step, {"params": lambda state: trained(state[0])}
 
 
-def equinox_arrays():
-    model = eqx.nn.MLP(8, 4, 4, 1, key=jax.random.key(0))
-    arrays, static = eqx.partition(model, eqx.is_inexact_array)
-    run = lambda p, x: jax.vmap(eqx.combine(p, static))(x)
-    return adapting(lambda p, _, x: jnp.mean(jnp.square(run(p, x) - 1)), arrays)
-
-
-def low_rank_adapters():
-    frozen = jax.random.normal(jax.random.key(0), (8, 4), jnp.bfloat16)
-    params = {"frozen": frozen, "down": jnp.ones((8, 2)), "up": jnp.zeros((2, 4))}
-    run = lambda p, whole, x: x @ (whole["frozen"].astype(jnp.float32) + p["down"] @ p["up"])
-    loss_of = lambda p, whole, x: jnp.mean(jnp.square(run(p, whole, x) - 1))
-    return adapting(loss_of, params, lambda params: {n: params[n] for n in ("down", "up")})
-
-
-KINDS = [linen_with_statistics, nnx_with_statistics, equinox_arrays, low_rank_adapters]
+KINDS = [linen_with_statistics, nnx_with_statistics, low_rank_adapters]
 
 
 @pytest.mark.slow

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from running import run
-from training import train
-from workers import some
+from training import stepped, train
+from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import systems
@@ -108,12 +107,11 @@ def test_all_of_a_skipped_update_is_nan_and_the_state_is_kept(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("via", ["vmap", "shard_map"])
 def test_all_devices_of_a_worker_see_it(via):
-    grid = jax.make_mesh((2, 2), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
+    grid = mesh((2, 2))
     tx = jaxsparse.top_k(0.1, when_skipped="nan", mesh=grid)
     params = {"w": jnp.zeros((64, 64))}
-    step = lambda state, g: tx.update({"w": g[0]}, state)[::-1]
-    run_ = run_on_workers(step, grid, via=via)
-    state, updates = run_(tx.init(params), jnp.ones((2, 64, 64)).at[1, 50, 3].set(np.nan))
+    grads = {"w": jnp.ones((2, 64, 64)).at[1, 50, 3].set(np.nan)}
+    updates, state = stepped(tx, grid, via=via)(grads, tx.init(params))
     assert int(state.skipped) == 1
     assert np.isnan(updates["w"]).all()
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from supports import flat
+from training import stepped
 from workers import some
 
 from jaxsparse import error_feedback, partition, shard
 from jaxsparse.comm import wire
-from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Kept, Leaf, Reducer, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.systems import Staged, TopK
@@ -44,13 +44,9 @@ def gradients():
 def delivered(tx, steps=1):
     """The updates of a step with gradients and of later ones without, and the last state."""
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-
-    def step(state, gradients):
-        return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
-
-    run, state, found = run_on_workers(step, WORKERS), shard(tx.init(params), WORKERS), []
+    run, state, found = stepped(tx, WORKERS), shard(tx.init(params), WORKERS), []
     for i in range(steps):
-        updates, state = run(state, jax.tree.map(lambda g, i=i: g * (i == 0), gradients()))
+        updates, state = run(jax.tree.map(lambda g, i=i: g * (i == 0), gradients()), state)
         found.append(jax.device_get(updates))
     return found, state
 

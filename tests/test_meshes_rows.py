@@ -13,8 +13,7 @@ from jaxsparse import shard, traffic
 from jaxsparse.comm import meshes
 from jaxsparse.outer.parallel import run_on_workers
 
-# Rows that adapt messages to a device's shard are refused: see test_refused.
-ROWS = [name for name, case in CASES.items() if not case.reducer.adapts_messages]
+ROWS = list(CASES)
 IN_EXPECTATION = [name for name in ROWS if CASES[name].reducer.conservation == "in expectation"]
 SHAPE = (2, 2, 2)
 

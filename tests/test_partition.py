@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from steps import compiled_step
+from training import scanned
 from workers import mesh, on_workers
 
 from jaxsparse import error_feedback, traffic
@@ -35,14 +36,8 @@ def gradients(workers, steps=3):
 
 def train(tx, workers, steps=3):
     """Each worker's updates of some steps, and its last state."""
-
-    def run(grads):
-        state = tx.init(jax.tree.map(lambda g: g[0], grads))
-        state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], state, grads)
-        return updates, state
-
     stacked = jax.tree.map(lambda x: x.swapaxes(0, 1), gradients(workers, steps))
-    return on_workers(run, workers, "vmap")(stacked)
+    return on_workers(lambda grads: scanned(tx, grads), workers, "vmap")(stacked)
 
 
 def test_each_group_is_exchanged_as_if_alone():

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from reference_low_rank import powersgd as reference
 from steps import compiled_step
-from workers import MESH_SIZES, by_step, finished, mesh, on_workers, some
+from training import stepped
+from workers import by_step, finished, mesh, on_workers, some
 
 from jaxsparse import error_feedback, powersgd, reshard, shard, traffic
 from jaxsparse.comm import wire
-from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.matrices import Matrix
 from jaxsparse.systems import Dense, Staged
 from jaxsparse.systems.powersgd import PowerSGD, PowerState, _orthonormal
@@ -81,7 +81,7 @@ RANKS = (2, 0, 2, 0, 2)  # at rank 2; factors of the vector and of 2 x 2 would b
 
 
 @forms
-@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), (8,)))
+@pytest.mark.parametrize("workers", some((3, 8), (3,)))
 @pytest.mark.parametrize("way", some(("shard_map", "vmap"), ("vmap",)))
 def test_equal_to_the_reference(iteration, workers, way):
     """Matrices, a stack, and two that travel whole. Sums are conserved, and factors replicated."""
@@ -209,8 +209,7 @@ def params(dtype=jnp.float32):
 def stepper(iteration):
     low = PowerSGD(2, iteration=iteration, stacked="layers")
     tx = error_feedback(Staged((Dense(), low), (1,)), is_dense=lambda *_: False)
-    step = lambda state, g: tx.update(jax.tree.map(lambda x: x[0], g), state)
-    return run_on_workers(step, 3), shard(tx.init(params()), 3)
+    return stepped(tx, 3), shard(tx.init(params()), 3)
 
 
 def draws(seed):
@@ -226,7 +225,7 @@ def check_finite(tree):
 @pytest.mark.parametrize("iteration", some(FORMS, ("alternating",)))
 def test_a_dense_start_zeros_then_a_nan_then_an_overflow(iteration):
     run, state = stepper(iteration)
-    first, state = run(state, draws(0))
+    first, state = run(draws(0), state)
     mean = jax.tree.map(lambda x: np.asarray(x).mean(0), draws(0))
     near = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)
     jax.tree.map(near, first, mean)
@@ -235,10 +234,10 @@ def test_a_dense_start_zeros_then_a_nan_then_an_overflow(iteration):
     # Without gradients the factors become zeros, from which a power iteration would not come back.
     zeros = jax.tree.map(jnp.zeros_like, draws(0))
     for _ in range(3):
-        updates, state = run(state, zeros)
+        updates, state = run(zeros, state)
     assert not any(np.any(x) for x in jax.tree.leaves(updates))
     assert not all(np.any(x) for x in state.reducers["0_Dense-PowerSGD"].reducer.factors)
-    updates, state = run(state, draws(1))
+    updates, state = run(draws(1), state)
     check_finite((updates, state))
     for name, rank in (("kernel", 2), ("small", 5)):
         matrix = np.asarray(updates[name]).reshape(-1, SHAPES[name][-1])
@@ -248,18 +247,18 @@ def test_a_dense_start_zeros_then_a_nan_then_an_overflow(iteration):
 
     broken = draws(2)
     broken["kernel"] = broken["kernel"].at[1, 3, 4].set(jnp.nan)
-    updates, after = run(state, broken)
+    updates, after = run(broken, state)
     assert not any(np.any(x) for x in jax.tree.leaves(updates))
     jax.tree.map(np.testing.assert_array_equal, after, state._replace(skipped=after.skipped))
     assert after.skipped == 1
 
     # The sum of this matrix's factors overflows: it waits, and the others go on.
     large = draws(3) | {"kernel": jnp.full((3, 40, 36), 2e38)}
-    updates, state = run(after, large)
+    updates, state = run(large, after)
     check_finite((updates, state))
     assert not np.any(updates["kernel"])
     assert np.any(updates["layers"]["w"])
-    check_finite(run(state, draws(4)))
+    check_finite(run(draws(4), state))
 
 
 def test_the_state_of_other_numbers_of_workers():
@@ -268,7 +267,8 @@ def test_the_state_of_other_numbers_of_workers():
     jax.tree.map(np.testing.assert_array_equal, other.reducers, state.reducers)
 
 
-@pytest.mark.parametrize("iteration", some(FORMS, (), slow=("alternating",)))
+@pytest.mark.slow
+@forms
 def test_words_of_a_step(iteration):
     """r (n + m)/2 words a matrix on average. Whole matrices travel in the same message."""
     shapes = {"kernel": (300, 201), "conv": (3, 3, 64, 16), "few": (128, 8), "bias": (201,)}

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recorders import record
-from workers import feedback_loop, few, finished, mesh, on_workers
+from training import scanned
+from workers import feedback_loop, mesh, on_workers, rows
 
 from jaxsparse import codecs, error_feedback, shard, traffic
 from jaxsparse.outer.parallel import run_on_workers
@@ -13,7 +13,6 @@ from jaxsparse.quantize import Format
 from jaxsparse.systems import PowerSGD, Quantized, Staged, TopK, random_k
 from jaxsparse.systems.random_k import RandomK
 
-WHERE = [(w, way) for way in ("vmap", "shard_map", "shard_map_unchecked") for w in (1, 2, 3, 5, 8)]
 SIZE, STEPS = 61, 12
 
 
@@ -29,9 +28,10 @@ def integers(workers, seed=0, steps=STEPS, size=SIZE):
     return workers * rng.integers(1, 9, shape) * rng.choice([-1, 1], shape)
 
 
-@pytest.mark.parametrize("where", few(WHERE, [(8, "shard_map")]), ids=str)
-def test_what_is_drawn_is_delivered_and_the_rest_kept(where):
-    workers, way = where
+@pytest.mark.parametrize(
+    ("workers", "way"), rows([(8, "shard_map")], [(1, "vmap"), (3, "shard_map_unchecked")])
+)
+def test_what_is_drawn_is_delivered_and_the_rest_kept(workers, way):
     k = 7  # 0.1 of 61, rounded up
     for seed in range(3):
         x, reduced = run(RandomK(0.1), integers(workers, seed), way)
@@ -78,24 +78,6 @@ def test_k_words_travel_and_no_indices(workers):
     assert moved.payload == 4 * k
 
 
-def test_all_is_the_dense_mean():
-    x, reduced = run(RandomK(1.0), integers(3))
-    np.testing.assert_array_equal(reduced.mean[0], x.mean(axis=0))
-    assert not reduced.residual.any()
-    assert reduced.sent.all()
-
-
-def test_one_worker_sends_nothing():
-    x = jnp.arange(1.0, 21.0)
-    reducer = RandomK(0.25)
-    with record() as messages:
-        alone = jax.jit(lambda x: finished(reducer, x, reducer.init(20), None))
-        reduced = alone(x)
-    assert messages == []
-    np.testing.assert_array_equal(reduced.mean + reduced.residual, x)
-    assert np.count_nonzero(reduced.mean) == 5
-
-
 def test_sums_that_overflow_are_kept():
     x = np.ones((3, 1, 20), np.float32)
     x[:, 0, 4] = 3e38
@@ -112,12 +94,7 @@ def test_density_in_stages():
     tx = error_feedback(
         Staged((RandomK(0.5), RandomK(0.1)), (2,)), is_dense=lambda path, shape: False
     )
-
-    def updates(gradients):
-        step = lambda state, g: tx.update(g, state)[::-1]
-        return jax.lax.scan(step, tx.init(gradients[0]), gradients)[1]
-
-    found = on_workers(updates, 3, "vmap")(jnp.ones((3, 4, SIZE)))
+    found, _ = on_workers(lambda g: scanned(tx, g), 3, "vmap")(jnp.ones((3, 4, SIZE)))
     np.testing.assert_array_equal((found != 0).sum(axis=-1), [[31, 31, 7, 7]] * 3)
 
 

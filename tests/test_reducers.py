@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few, finished, on_workers, some
+from workers import finished, on_workers, some
 
 from jaxsparse import codecs
 from jaxsparse.arrays.stream import SparseStream
@@ -73,16 +73,15 @@ def test_too_few_columns_warn():
 
 
 @pytest.mark.parametrize("way", some(["shard_map", "vmap"], ["shard_map"]))
-@pytest.mark.parametrize("seed", few(range(2), [0]))
-def test_values_beyond_float16_are_exchanged_exactly(way, seed):
+def test_values_beyond_float16_are_exchanged_exactly(way):
     big = 999_999  # a multiple of 3: means are exact
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = 3.0 * rng.integers(-3, 4, (3, SIZE))
     x[:, 70:80] = big  # values beyond float16
     x[:, 80:90] = 21_840  # a third of its largest value, rounded up: only the sum is beyond
     x[:, :60] = big * np.array([[1], [-1], [0]])  # infinities would cancel to NaN
     x[:, 300] = 9_999
-    reducer = SketchedSGD(k=21, cols=256, oversampling=2, table_dtype="float16", seed=seed)
+    reducer = SketchedSGD(k=21, cols=256, oversampling=2, table_dtype="float16")
     assert reducer.words(SIZE) < SIZE
     outcome = exchange(reducer, x, way)
     mean, residual = np.asarray(outcome.mean[0], np.float64), np.asarray(outcome.residual)

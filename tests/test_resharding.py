@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from supports import flat
-from workers import some
+from workers import mesh as mesh_of, some
 
 import jaxsparse
 from jaxsparse import PerWorker, reshard, shard
@@ -19,10 +19,6 @@ from jaxsparse.collectives.spardl import Adaptation
 from jaxsparse.outer.parallel import run_on_workers
 
 COUNTS = (1, 2, 3, 5, 6, 8, 16, 256)
-
-
-def mesh_of(shape, axes):
-    return jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
 
 
 def overlaps(before, after):
@@ -83,7 +79,7 @@ def test_bfloat16_rows_are_averaged_not_copied():
 
 
 def test_on_a_mesh_it_is_placed_as_shard_does():
-    mesh = mesh_of((6,), ("data",))
+    mesh = mesh_of(6)
     tree = {"residual": PerWorker(jnp.arange(8.0)[:, None]), "params": jnp.ones(3)}
     carried = reshard(tree, mesh)
     assert [s.data.shape for s in carried["residual"].value.addressable_shards] == [(1, 1)] * 6
@@ -97,7 +93,7 @@ def test_on_a_mesh_it_is_placed_as_shard_does():
 
 def test_on_a_mesh_with_other_axes_arrays_stay_cut_or_are_refused():
     """As with FSDP: a residual that each device held whole would take all of a worker's bytes."""
-    before, after = mesh_of((4, 2), ("data", "fsdp")), mesh_of((2, 2), ("data", "fsdp"))
+    before, after = mesh_of((4, 2)), mesh_of((2, 2))
     tx = jaxsparse.top_k(0.1, axis_name="data", is_dense=lambda *_: False)
 
     def start(where):
@@ -125,7 +121,7 @@ def test_on_a_mesh_with_other_axes_arrays_stay_cut_or_are_refused():
         ({"params": np.zeros(3)}, r"leaf\['params'\] is in host memory.*give like="),
         (state.residual, r"is cut by .*give like="),
     ):
-        where = mesh_of((2, 4), ("data", "fsdp")) if tree is state.residual else after
+        where = mesh_of((2, 4)) if tree is state.residual else after
         with pytest.raises(ValueError, match=match):
             reshard(tree, where)
 
@@ -173,14 +169,7 @@ def sums_of_updates(tx, state, params, grads, workers):
     [
         pytest.param(jaxsparse.top_k(0.05, delay=1, bucket_size=700), (3, 2), id="delay, buckets"),
         pytest.param(jaxsparse.top_k(0.05), (8, 6, 8, 1, 16), id="top_k", marks=pytest.mark.slow),
-        *(
-            pytest.param(tx, (8, 6, 8, 1, 16), id=name, marks=pytest.mark.thorough)
-            for name, tx in {
-                "spardl": jaxsparse.spardl(0.1),
-                "ok_topk": jaxsparse.ok_topk(0.05),
-                "sketched_sgd": jaxsparse.sketched_sgd(k=20, cols=100),
-            }.items()
-        ),
+        pytest.param(jaxsparse.ok_topk(0.05), (6, 1, 8), id="ok_topk", marks=pytest.mark.slow),
     ],
 )
 def test_updates_and_what_is_owed_add_up_to_the_gradients(tx, counts):

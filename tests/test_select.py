@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few, some
+from workers import mesh, on_workers, rows, some
 
 from jaxsparse import select, sketch
 from jaxsparse.arrays import stream
@@ -34,11 +34,6 @@ def test_to_dense_adds_duplicates_and_drops_the_sentinel():
     np.testing.assert_array_equal(stream.to_dense(s, 5), [2, 0, 0, 5, 0])
 
 
-def test_from_dense_leaves_out_of_range_slots_empty():
-    s = stream.from_dense(jnp.array([7.0, 8.0]), jnp.array([1, 2]))
-    np.testing.assert_array_equal(s.values, [8, 0])
-
-
 def test_a_matrix_is_refused():
     with pytest.raises(ValueError, match=r"x has shape \(2, 3\).*x.ravel\(\)"):
         select.top_k(jnp.ones((2, 3)), 1)
@@ -53,7 +48,7 @@ def positions(mask, capacity):
     return np.pad(taken, (0, capacity - len(taken)), constant_values=len(mask))
 
 
-@pytest.mark.parametrize("size", few([0, 1, 2, 31, 32, 33, 40, 1023, 1025, 5003], [5003]))
+@pytest.mark.parametrize("size", some([0, 1, 32, 33, 1025, 5003], [5003]))
 def test_compact_is_nonzero(size):
     for capacity in sorted({0, 1, size // 2, size, size + 3}):
         for share in (0.0, 0.02, 0.5, 1.0):
@@ -87,7 +82,7 @@ def test_every_single_position_is_found():
     assert np.all(found[:, 1] == 2100)
 
 
-@pytest.mark.parametrize("width", few([1, 31, 32, 33, 1025], [33, 1025]))
+@pytest.mark.parametrize("width", some([1, 33, 1025], [33, 1025]))
 def test_compact_of_each_row(width):
     mask = (
         np.random.default_rng(width).uniform(size=(5, width)) < np.array([[0, 0.1, 0.5, 0.9, 1]]).T
@@ -100,7 +95,7 @@ def test_compact_of_each_row(width):
         np.testing.assert_array_equal(found[: len(there)], there)
 
 
-@pytest.mark.parametrize("size", few([1, 31, 1024, 3000], [3000]))
+@pytest.mark.parametrize("size", some([1, 1024, 3000], [3000]))
 def test_ranks_are_taken_one_after_another(size):
     kind = np.random.default_rng(size).integers(0, 4, size).astype(np.int32)
     expected = np.concatenate([np.flatnonzero(kind == rank) for rank in range(3)])
@@ -190,7 +185,6 @@ DATA = {
 USUAL = ["normal", "rising", "negative zeros", "ties", "infinities", "denormal", "stride of a tile"]
 every_data = pytest.mark.parametrize("data", some(DATA, USUAL))
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
-every_dtype = pytest.mark.parametrize("dtype", few(DTYPES, [jnp.float32]))
 
 
 def make(data, size, dtype=jnp.float32, seed=0):
@@ -225,7 +219,6 @@ def energy_share(x, indices):
     return np.sum(square[indices]) / best if best else 1.0
 
 
-@pytest.mark.parametrize("size", few([2**17, 70_001], [70_001]))
 @pytest.mark.parametrize(
     "data",
     some(
@@ -233,9 +226,9 @@ def energy_share(x, indices):
         ["rising", "ties", "one run", "stride of a tile"],
     ),
 )
-def test_fast_top_k_of_any_arrangement(data, size):
+def test_fast_top_k_of_any_arrangement(data):
     """The mean over seeds is as promised. A single seed can lose more where regions meet."""
-    x, k = make(data, size), size // 100
+    x, k = make(data, 70_001), 700
     choose = lambda seed: check_stream(select.fast_top_k(x, k, seed=jnp.uint32(seed)), x, k)
     shares = [energy_share(x, choose(seed)) for seed in range(10)]
     assert np.mean(shares) > 0.93
@@ -244,17 +237,24 @@ def test_fast_top_k_of_any_arrangement(data, size):
 
 @pytest.mark.slow
 @every_data
-@every_dtype
-def test_fast_top_k_gives_distinct_entries(data, dtype):
+def test_fast_top_k_gives_distinct_entries(data):
     for size, k in ((5003, 50), (4096, 1), (20_000, 1250)):
-        x = make(data, size, dtype)
+        x = make(data, size)
         indices = check_stream(select.fast_top_k(x, k), x, k)
         if data in ("one heavy", "rising", "falling", "linear"):
             assert ranked(x)[0] in indices or data == "linear"
 
 
-@every_data
-@every_dtype
+@pytest.mark.parametrize(
+    ("data", "dtype"),
+    rows(
+        [(data, jnp.float32) for data in USUAL],
+        [
+            *((data, jnp.float32) for data in DATA if data not in USUAL),
+            *((data, dtype) for data in ("ties", "infinities") for dtype in DTYPES[1:]),
+        ],
+    ),
+)
 def test_fast_top_k_is_exact_where_promised(data, dtype):
     for size, k in ((1, 1), (15, 1), (3001, 3001), (70_001, 4400)):
         assert 16 * k > size
@@ -345,11 +345,10 @@ def test_top_k_of_large_groups_is_exact_and_in_order():
         np.testing.assert_array_equal(kept.values, np.asarray(x)[kept.indices])
 
 
-@pytest.mark.parametrize("seed", some(range(5), [0]))
-@every_dtype
-def test_group_top_k_of_any_dtype(dtype, seed):
+@pytest.mark.parametrize("dtype", some(DTYPES, DTYPES[:1]))
+def test_group_top_k_of_any_dtype(dtype):
     for data in ("normal", "ties", "linear"):
-        x = make(data, 5000, dtype, seed)
+        x = make(data, 5000, dtype)
         expected = group_oracle(x, 4, 512)
         np.testing.assert_array_equal(check_stream(select.group_top_k(x), x, 40), expected)
 
@@ -478,7 +477,7 @@ SELECTIONS = {
     "slot_max of tiles": lambda x: select.slot_max(jnp.tile(x, 7), 50),
 }
 SLOW = ["top_k", "group_top_k", "compact", "hash_extract", "slot_max"]
-every_selection = pytest.mark.parametrize("name", some(SELECTIONS, ["fast_top_k"], SLOW))
+every_selection = pytest.mark.parametrize("name", some(["fast_top_k", *SLOW], ["fast_top_k"]))
 
 
 @functools.cache
@@ -492,30 +491,27 @@ def check_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("name", some(SELECTIONS, ["compact"], SLOW))
-@pytest.mark.parametrize("axis_name", few([None, "data"], ["data"]))
-def test_selections_under_vmap(name, axis_name):
+@pytest.mark.parametrize(
+    ("name", "way"),
+    rows(
+        [("compact", "vmap"), ("fast_top_k", "shard_map")],
+        [
+            *((name, "vmap") for name in SELECTIONS if name != "compact"),
+            *((name, "shard_map") for name in SLOW),
+        ],
+    ),
+)
+def test_selections_on_workers(name, way):
     rows, expected = rows_and_results(name)
-    check_equal(jax.jit(jax.vmap(SELECTIONS[name], axis_name=axis_name))(rows), expected)
-
-
-@every_selection
-def test_selections_under_shard_map(name):
-    rows, expected = rows_and_results(name)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("data")
-    one = lambda rows: jax.tree.map(lambda leaf: leaf[None], SELECTIONS[name](rows[0]))
-    found = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)(rows)
-    check_equal(found, expected)
+    check_equal(on_workers(SELECTIONS[name], 4, way)(rows), expected)
 
 
 @pytest.mark.slow
 @every_selection
 def test_replicated_inputs_give_replicated_results_under_shard_map(name):
     rows, expected = rows_and_results(name)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec()
-    one = jax.shard_map(SELECTIONS[name], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
+    one = jax.shard_map(SELECTIONS[name], mesh=mesh(4), in_specs=spec, out_specs=spec)
     check_equal(one(rows[0]), jax.tree.map(lambda leaf: leaf[0], expected))
 
 

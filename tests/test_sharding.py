@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from workers import mesh, some
+from workers import mesh
 
 import jaxsparse
-from jaxsparse import PerWorker, local, shard, specs, traffic
+from jaxsparse import PerWorker, local, shard, specs
 from jaxsparse.outer.parallel import run_on_workers
 
 P = PartitionSpec
@@ -109,20 +109,12 @@ def train(framework, where):
     return losses, state
 
 
-TRAINED = [(framework, where) for framework in ("linen", "nnx") for where in RUNS_ON]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "trained",
-    some(
-        TRAINED,
-        [("linen", "auto")],
-        slow=[("linen", "explicit"), ("nnx", "auto"), ("nnx", "simulated")],
-    ),
+    ("framework", "where"),
+    [("linen", "auto"), ("linen", "explicit"), ("nnx", "auto"), ("nnx", "simulated")],
 )
-def test_a_trainer_learns(trained):
-    framework, where = trained
+def test_a_trainer_learns(framework, where):
     losses, state = train(framework, where)
     assert losses[-1] < losses[0] - 0.1
     values = {
@@ -248,15 +240,6 @@ def test_per_worker_outputs_come_back_stacked(where):
     out = run(jnp.arange(6.0))
     np.testing.assert_array_equal(out["max"].value, [1, 3, 5])
     np.testing.assert_array_equal(out["mean"], 2.5)
-
-
-def test_no_dense_all_reduce_of_a_compressed_bucket_is_left():
-    run = run_on_workers(linen_step, mesh(8), batch_argnums=(1, 2))
-    compiled = run.lower(shard(linen_state(), mesh(8)), FEATURES, LABELS).compile()
-    sent = traffic.wire_bytes(compiled)
-    compressed, dense, sketch, candidates, loss = 8 * 64 + 64 * 2, 64 + 2, 3 * 60, 4 * 40, 1
-    assert sent.payload == 4 * (dense + 1 + sketch + candidates + loss)
-    assert max(c.payload_bytes for c in sent.collectives) < 4 * compressed
 
 
 def test_gradients_at_replicated_parameters_would_be_summed_by_jax():

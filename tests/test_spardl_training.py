@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import finished, some
+from workers import finished, rows
 
 from jaxsparse.systems.spardl import SparDL
 
 WORKERS, STEPS, SIZE = 14, 50, 997
-FORMS = [(1, "recursive"), (2, "recursive"), (2, "bruck"), (7, "bruck"), (14, "bruck")]
 
 
 def make(teams, gather, residuals="global"):
@@ -60,10 +59,9 @@ def follow(reducer, unit):
 
 
 @pytest.mark.parametrize(
-    "form", some(FORMS, [(2, "bruck")], slow=[(1, "recursive"), (14, "bruck")]), ids=str
+    ("teams", "gather"), rows([(2, "bruck")], [(1, "recursive"), (14, "bruck")])
 )
-def test_nothing_is_lost_in_50_steps(form):
-    teams, gather = form
+def test_nothing_is_lost_in_50_steps(teams, gather):
     unit = WORKERS * teams
     x, mean, residual, state = follow(make(teams, gather), unit)
     assert np.abs(x).sum(axis=1).max() < 2**24  # all sums are exact in float32
@@ -81,15 +79,11 @@ def test_nothing_is_lost_in_50_steps(form):
         assert len(np.unique(np.rint(state.h))) > 2  # h adapts meanwhile
 
 
-@pytest.mark.parametrize(
-    "form", some([(1, "recursive"), (7, "bruck")], [], slow=[(7, "bruck")]), ids=str
-)
-def test_partial_and_local_residuals_leak(form):
-    teams, gather = form
+@pytest.mark.slow
+def test_partial_and_local_residuals_leak():
     leaks = {}
     for rule in ("global", "partial", "local"):
-        reducer = make(teams, gather, residuals=rule)
-        x, mean, residual, _ = follow(reducer, WORKERS * teams)
+        x, mean, residual, _ = follow(make(7, "bruck", residuals=rule), WORKERS * 7)
         wanted = x.sum(axis=1)
         lost = wanted - WORKERS * mean - residual.sum(axis=1)
         leaks[rule] = np.linalg.norm(lost, axis=1) / np.linalg.norm(wanted, axis=1)

@@ -94,7 +94,7 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("name", some(MAKE, ("top_k",), slow=("spardl",)))
+@pytest.mark.parametrize("name", some(MAKE, ("top_k",)))
 def test_the_stage_in_force_is_taken(name):
     reducers = tuple(MAKE[name](density) for density in (0.2, 0.05, 0.01))
     momentum = 0.9 if name == "gtopk" else None

@@ -1,12 +1,10 @@
 """Threshold estimators, selections by them, and reducers with empty slots."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few, finished, on_workers, some
+from workers import finished, on_workers, some
 
 from jaxsparse import codecs
 from jaxsparse.select.selection import Bisection, Sampled
@@ -66,7 +64,7 @@ def distinct(kept, size):
     return entries
 
 
-@pytest.mark.parametrize("k", few([1, 37, SIZE], [37]))
+@pytest.mark.parametrize("k", some([1, 37, SIZE], [37]))
 @pytest.mark.parametrize("passes", [0, 3, 32])
 def test_brackets_hold(k, passes):
     bracket = jax.jit(lambda x: bisection_threshold(x, k, passes=passes))
@@ -95,7 +93,7 @@ def mstopk(x, k, passes):
     return low, high
 
 
-@pytest.mark.parametrize("setting", few([(10, 4), (400, 6)], [(10, 4)]), ids=str)
+@pytest.mark.parametrize("setting", some([(10, 4), (400, 6)], [(10, 4)]), ids=str)
 def test_bisection_equals_its_description(setting):
     k, passes = setting
     bracket = jax.jit(lambda x: bisection_threshold(x, k, passes=passes))
@@ -112,7 +110,7 @@ def test_bisection_equals_its_description(setting):
         np.testing.assert_array_equal(kept.values, x[kept.indices])
 
 
-@pytest.mark.parametrize("dtype", few([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
+@pytest.mark.parametrize("dtype", some([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_bisection_keeps_exactly_k(dtype):
     k = 37
     few_passes = jax.jit(lambda x: bisection_top_k(x, k))
@@ -126,7 +124,7 @@ def test_bisection_keeps_exactly_k(dtype):
         assert set(kept.indices.tolist()) == set(largest(x, k).tolist()), name
 
 
-@pytest.mark.parametrize("size", few([1, 7, 63, 65, 1000, 2**20 + 9], [63, 65, 2**20 + 9]))
+@pytest.mark.parametrize("size", some([1, 63, 65, 2**20 + 9], [63, 65, 2**20 + 9]))
 def test_bisection_of_any_size(size):
     """Sizes below a matrix's least size, with a rest, and of several tiles."""
     x = np.random.default_rng(size).normal(size=size).astype(np.float32)
@@ -215,7 +213,7 @@ def same_as_a_sort(kept, x, k, name=None):
     np.testing.assert_array_equal(np.asarray(kept.values)[filled], x[entries])
 
 
-@pytest.mark.parametrize("k", few([1, 400, 20_001, LARGE], [400]))
+@pytest.mark.parametrize("k", some([400, LARGE], [400]))
 def test_threshold_top_k_is_exact_whatever_the_sample_says(k):
     select = jax.jit(lambda x, seed: threshold_top_k(x, k, seed=seed))
     by_threshold = jax.jit(lambda x, t: _threshold_top_k(x, k, t))
@@ -274,23 +272,16 @@ def test_settings_are_checked():
 
 TOO_FEW = Sampled(samples=8)  # a rough threshold: often fewer than k reach it
 REDUCERS = {
-    "top_k": TopK(0.05, selection=TOO_FEW),
     "top_k packed": TopK(0.05, codec=codecs.Packed(), selection=TOO_FEW),
     "gtopk": GTopK(0.05, selection=TOO_FEW),
     "ok_topk": OkTopk(0.05, selection=TOO_FEW),
     "spardl": SparDL(0.05, selection=TOO_FEW),
-    "spardl recursive": SparDL(0.05, teams=2, selection=TOO_FEW),
-    "spardl bruck": SparDL(0.05, teams=2, gather="bruck", selection=TOO_FEW),
-    "spardl packed": SparDL(0.05, codec=codecs.Packed(), selection=TOO_FEW),
-    "gtopk packed": GTopK(0.05, codec=codecs.Packed(), selection=TOO_FEW),
     "top_k bisection": TopK(0.05, selection="bisection"),
 }
-USUAL = ["top_k packed", "gtopk", "spardl"]
 
 
-@pytest.mark.parametrize("way", few(["vmap", "shard_map"], ["vmap"]))
-@pytest.mark.parametrize("name", some(REDUCERS, USUAL[:1], slow=USUAL))
-def test_nothing_is_lost_with_empty_slots(name, way):
+@pytest.mark.parametrize("name", some(REDUCERS, ["top_k packed"]))
+def test_nothing_is_lost_with_empty_slots(name):
     workers, size = 4, 601
     reducer = REDUCERS[name]
 
@@ -298,7 +289,7 @@ def test_nothing_is_lost_with_empty_slots(name, way):
         reduced = finished(reducer, x, reducer.init(size))
         return reduced.mean, reduced.residual, reduced.sent
 
-    exchange = on_workers(step, workers, way)
+    exchange = on_workers(step, workers, "vmap")
     delivered = 0
     for seed in range(6):
         rng = np.random.default_rng(seed)
@@ -314,14 +305,10 @@ def test_nothing_is_lost_with_empty_slots(name, way):
     assert delivered > 0
 
 
-@functools.cache
-def sending(selection):
-    reducer = TopK(1.0, selection=selection)
-    return on_workers(lambda x: reducer(x, (), axis_name="data").mean, 2, "vmap")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("selection", few(["sampled", "bisection"], ["sampled"]))
+@pytest.mark.parametrize("selection", ["sampled", "bisection"])
 def test_all_is_sent_at_density_1(selection):
     x = np.random.default_rng(0).integers(-9, 9, (2, LARGE)).astype(np.float32)
-    np.testing.assert_array_equal(sending(selection)(x)[0], x.mean(0))
+    reducer = TopK(1.0, selection=selection)
+    mean = on_workers(lambda x: reducer(x, (), axis_name="data").mean, 2, "vmap")(x)[0]
+    np.testing.assert_array_equal(mean, x.mean(0))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference_collectives as reference
 from supports import SUPPORTS, run, shares_by_quarter, total, vectors
-from workers import few, finished, on_workers, some
+from workers import finished, on_workers, rows, some
 
 from jaxsparse import codecs
 from jaxsparse.collectives.ok_topk import Regions, about_top_k
@@ -15,15 +15,13 @@ from jaxsparse.systems import GTopK, OkTopk, Staged
 SIZE = 61
 
 
-WHERE = [(workers, "vmap") for workers in (*range(1, 10), 12, 14, 16)]
-WHERE += [(workers, "shard_map") for workers in (2, 3, 5, 6, 8)]
-USUAL = [(8, "vmap"), (5, "shard_map")]  # a power of two, and none
-SLOW = [(3, "vmap"), (6, "vmap"), (8, "shard_map")]
+# Powers of two, and others.
+WHERE = [(8, "vmap"), (3, "vmap"), (6, "vmap"), (8, "shard_map"), (1, "vmap"), (14, "vmap")]
+everywhere = pytest.mark.parametrize(("workers", "way"), rows([(5, "shard_map")], WHERE))
 
 
-@pytest.mark.parametrize("where", some(WHERE, USUAL[1:], slow=[*USUAL, *SLOW]), ids=str)
-def test_gtopk_equals_its_description(where):
-    workers, way = where
+@everywhere
+def test_gtopk_equals_its_description(workers, way):
     reducer = GTopK(0.1, selection="exact")
     for seed, supports in enumerate(SUPPORTS):
         x = vectors(supports, workers, SIZE, seed, scale=16)
@@ -34,7 +32,7 @@ def test_gtopk_equals_its_description(where):
         np.testing.assert_array_equal(expected + residuals.sum(0), x.sum(0))
 
 
-@pytest.mark.parametrize("workers", some((3, 6, 7, 8), (6,), slow=(3, 8)))
+@pytest.mark.parametrize("workers", some((3, 6, 8), (6,)))
 def test_gtopk_keeps_what_its_codec_rounds(workers):
     """Also on workers beyond a power of two, whose entries are replaced at the end."""
     x = np.random.default_rng(workers).normal(size=(workers, 1, SIZE)).astype(np.float32)
@@ -53,9 +51,8 @@ def test_gtopk_as_published_leaks():
         assert x.sum() - 12 - reduced.residual.sum() == lost
 
 
-@pytest.mark.parametrize("where", some(WHERE, USUAL[1:], slow=[*USUAL, *SLOW]), ids=str)
-def test_ok_topk_equals_its_description(where):
-    workers, way = where
+@everywhere
+def test_ok_topk_equals_its_description(workers, way):
     room = 4.0 * workers  # room for everything
     reducer = OkTopk(0.1, refresh_every=2, capacity_factor=room, selection="exact")
     for seed, supports in enumerate(SUPPORTS):
@@ -70,10 +67,9 @@ def test_ok_topk_equals_its_description(where):
             assert not reduced.info.overflow.any()
 
 
-@pytest.mark.parametrize("workers", few([3, 8], [3]))
 @pytest.mark.parametrize("codec", some([codecs.COO, codecs.Packed()], [codecs.Packed()]))
-def test_ok_topk_keeps_and_counts_what_finds_no_room(workers, codec):
-    reducer = OkTopk(0.1, capacity_factor=1.0, codec=codec)
+def test_ok_topk_keeps_and_counts_what_finds_no_room(codec):
+    reducer, workers = OkTopk(0.1, capacity_factor=1.0, codec=codec), 3
     overflowed = 0
     for seed, supports in enumerate(SUPPORTS):
         steps = [vectors(supports, workers, SIZE, seed + i) for i in range(3)]
@@ -192,7 +188,7 @@ def test_selected_entries_are_about_the_k_largest(size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", few([1, 3, 7], [3]))
+@pytest.mark.parametrize("k", [1, 3])
 def test_among_equal_elements_an_odd_number_are_selected(k):
     """Fewer than k / 2 lie above the k-th largest. All others are equal to it."""
     x = np.ones(300, np.float32)

@@ -204,13 +204,6 @@ def test_ids_of_replicas_and_partitions(op, attributes, groups):
     assert moved.collectives[0].axes == tuple(("hosts", "tp")[i] for i in sorted(crossed))
 
 
-@pytest.mark.parametrize("op", ["all-reduce", "all-to-all", "collective-broadcast"])
-@pytest.mark.parametrize("attributes", ["", "channel_id=1, "])
-def test_with_one_replica_everyone_is_all_partitions(op, attributes):
-    line = f"ROOT %r = f32[16]{{0}} {op}(%x), {attributes}replica_groups={{}}"
-    assert read(line) == {frozenset(range(8))}
-
-
 @pytest.mark.parametrize(
     ("pairs", "axes"),
     [

@@ -12,6 +12,22 @@ from jaxsparse import shard
 from jaxsparse.outer.parallel import run_on_workers
 
 
+def stepped(tx, where, axis_name="data", via=None):
+    """A compiled step of each worker: (gradients with a row each, state) -> (updates, state)."""
+
+    def step(grads, state):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    return run_on_workers(step, where, axis_name=axis_name, batch_argnums=0, via=via)
+
+
+def scanned(tx, grads):
+    """The updates of one worker's steps, in one program, and the last state."""
+    start = tx.init(jax.tree.map(lambda g: g[0], grads))
+    state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], start, grads)
+    return updates, state
+
+
 def train(tx, params, workers, gradients, run_on=None):
     """Feeds each worker its own gradients.
 

@@ -1,6 +1,7 @@
 """Runs one function on W workers in each of the ways that the library supports."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,22 +17,12 @@ MESH_SIZES = (1, 2, 3, 5, 8)  # numbers of workers that the emulated devices all
 WAYS = ("shard_map", "shard_map_unchecked", "vmap")
 
 
-def some(values, usual, slow=None):
-    """Test parameters. The `usual` ones always run, `slow` ones (None: all others) with --slow.
-
-    The rest runs with --thorough.
-    """
-    values, marked = list(values), []
-    assert all(value in values for value in (*usual, *(slow or ()))), (values, usual, slow)
-    for value in values:
-        mark = pytest.mark.slow if slow is None or value in slow else pytest.mark.thorough
-        marked.append(value if value in usual else pytest.param(value, marks=mark))
-    return marked
-
-
-def few(values, usual):
-    """Test parameters. Those that are not `usual` run only with --thorough."""
-    return some(values, usual, slow=())
+def some(values, usual):
+    """Test parameters. The `usual` ones always run, all others with --slow."""
+    values = list(values)
+    assert all(value in values for value in usual), (values, usual)
+    slow = lambda value: pytest.param(value, marks=pytest.mark.slow)
+    return [value if value in usual else slow(value) for value in values]
 
 
 def rows(usual, slow):
@@ -40,10 +31,11 @@ def rows(usual, slow):
 
 
 @functools.cache
-def mesh(workers: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh(
-        (workers,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:workers]
-    )
+def mesh(sizes, kind=AxisType.Auto, names=("data", "fsdp", "tp")) -> Mesh:
+    """A mesh of so many workers, or of several sizes, whose axes have the first of these names."""
+    sizes = (sizes,) if isinstance(sizes, int) else sizes
+    kinds, devices = (kind,) * len(sizes), jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names[: len(sizes)], axis_types=kinds, devices=devices)
 
 
 class Finished(NamedTuple):
