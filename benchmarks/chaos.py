@@ -544,8 +544,8 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
         "made": len(steps),
         "counted": sum(counted.values()),
         "unlike": [r for r, found in sorted(run.digests_of(events).items()) if len(found) > 1],
-        "megabytes": None if counts is None else round(float(counts[:2].sum()) / sent / 1e6, 4),
-        "requests": None if counts is None else round(float(counts[2]) / sent, 2),
+        "megabytes": None if counts is None else round(float(counts[0]) / sent / 1e6, 4),
+        "requests": None if counts is None else round(float(counts[1]) / sent, 2),
         "curve": [(round(x), round(y, 4)) for x, y in thinned(points)],
     }
 
@@ -562,9 +562,8 @@ def main() -> None:
     add("--jsonl", type=Path, default=Path(__file__).with_suffix(".jsonl"), help="results")
     add("--show", action="store_true", help="the table of all runs, and no run")
     args = parser.parse_args()
-    runs = lambda: [json.loads(line) for line in args.jsonl.read_text().splitlines()]
     if args.show:
-        print(table(runs()))
+        print(table(timing.lines_in(args.jsonl)))
         return
     if args.story is None:
         parser.error(f"give --story ({', '.join(STORIES)}), or --show")
@@ -585,9 +584,8 @@ def main() -> None:
             line = told(args, chaos, seconds)
         finally:
             processes.end()
-    with args.jsonl.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    rows = table(runs()).splitlines()
+    timing.add_line(args.jsonl, **line)
+    rows = table(timing.lines_in(args.jsonl)).splitlines()
     print(*rows[:2], rows[-1], sep="\n")
 
 

@@ -2,12 +2,8 @@
 
 This is the second half of SparCML's classification case (Renggli et al., SC 2019, section 8.2).
 Each worker owns one slice of the weights. In each iteration it moves some random weights of its
-slice, all workers gather these moves, and everyone has the whole model again. Slices are disjoint,
-so nothing is added up: a sparse all-gather concatenates the workers' entries.
-
-A worker descends along each of its weights by itself, against the loss of all training rows. It
-needs the rows' scores for that, and the columns of the weights that others move, to keep these
-scores up to date. So all workers hold all rows here.
+slice, all workers gather these moves, and everyone has the whole model again. A worker descends
+along each of its weights by itself, against the loss of all training rows, which all hold.
 
     python benchmarks/coordinates.py
     python benchmarks/coordinates.py --workers 4
@@ -49,14 +45,8 @@ class Moved(NamedTuple):
 class Draws:
     """Random weights to move, the same ones for every exchange.
 
-    Args:
-        rows: the training rows.
-        columns: number of columns of the weights.
-        workers: number of workers, W.
-        coordinates: number of weights that a worker moves in an iteration, K. It is no more than
-            the smallest slice has weights of features that occur.
-        rate: step relative to 1 / curvature.
-        seed: seed of the draws.
+    A worker moves `coordinates` weights in an iteration, K, or as many as the smallest slice has of
+    features that occur. Their steps are `rate` over the curvature at most.
     """
 
     def __init__(
@@ -197,8 +187,7 @@ def main() -> None:
     )
     rows = len(dataset.train.labels)
     print(f"{rows:,} rows, {draws.size:,} weights, {draws.coordinates} moved by each worker")
-    print("| exchange | loss | test | received kB | of dense | max Δw |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    print(timing.head("exchange", "loss", "test", "received kB", "of dense", "max Δw"))
     first: Run | None = None
     for name in GATHERS:
         run = train(dataset, draws, name, mesh, args.iterations)
@@ -211,7 +200,7 @@ def main() -> None:
             f"{run.received / first.received:.5f}" if first.received else "-",
             f"{np.abs(run.weights - first.weights).max():.0e}",
         )
-        print("| " + " | ".join(cells) + " |", flush=True)
+        print(timing.row(*cells), flush=True)
 
 
 if __name__ == "__main__":

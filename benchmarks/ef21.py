@@ -1,17 +1,16 @@
 """EF21-SGDM beside classic error feedback: logistic regression on digits, batches of one or of all.
 
     python benchmarks/ef21.py
-    python benchmarks/ef21.py --drop 0.1 --rates 0.1 --batches 1    # a lower rate from mid-run on
 
 Each of ten simulated workers has digits of its own, sorted by label, so that the workers' gradients
 differ even at the minimum. A worker draws `--batches` of its images in each step (0: all of them),
-and sends the largest hundredth of 650 entries. Rates are constant, but for `--drop`. The table has
-norms of the full gradient of the regularised loss, which is convex. It takes the median over the
-last fifth of each run, and has the median and range of these over seeds of the draws. Nothing is
-downloaded.
+and sends the largest hundredth of 650 entries. Rates are constant. The table has norms of the full
+gradient of the regularised loss, which is convex: medians over the last fifth of each run, and of
+these the median and range over seeds of the draws. Nothing is downloaded.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 from pathlib import Path
@@ -74,8 +73,7 @@ def train(tx: Any, args: argparse.Namespace, batch: int, rate: float, seed: int)
     images, labels = data_of(args.workers)
     shape = args.points, args.steps // args.points, args.workers, batch or 1
     draws = jax.random.randint(jax.random.key(seed), shape, 0, images.shape[1])
-    schedule = optax.piecewise_constant_schedule(rate, {args.steps // 2: args.drop})
-    tx = optax.chain(tx, optax.scale_by_learning_rate(schedule))
+    tx = optax.chain(tx, optax.scale_by_learning_rate(rate))
 
     def step(state: Any, own: Any) -> Any:
         params, opt_state = state
@@ -104,22 +102,14 @@ def floors(runs: list[list[float]]) -> list[float]:
     return [statistics.median(run[-len(run) // 5 :]) for run in runs]
 
 
-def name_of(batch: int) -> str:
-    return f"batch {batch}" if batch else "full batch"
-
-
-def table(found: list[dict[str, Any]]) -> str:
-    columns = list(dict.fromkeys((run["batch"], run["rate"]) for run in found))
-    cells = [("exchange", *(f"{name_of(batch)}, rate {rate:g}" for batch, rate in columns))]
-    for name in dict.fromkeys(run["name"] for run in found):
+def table(found: dict[tuple[str, str], list[list[float]]]) -> str:
+    """The runs' floors, by exchange and setting."""
+    names, settings = (list(dict.fromkeys(each)) for each in zip(*found))
+    cells = [("exchange", *settings)]
+    for name in names:
         row = [name]
-        for column in columns:
-            (runs,) = (
-                run["norms"]
-                for run in found
-                if (run["name"], (run["batch"], run["rate"])) == (name, column)
-            )
-            ends = floors(runs)
+        for setting in settings:
+            ends = floors(found[name, setting])
             spread = f" ({min(ends):.2g} to {max(ends):.2g})" if len(ends) > 1 else ""
             row.append(f"{statistics.median(ends):.2g}{spread}")
         cells.append(tuple(row))
@@ -136,24 +126,22 @@ def main() -> None:
     add("--density", type=float, default=0.01)
     add("--momentum", type=float, default=0.99, help="1 - eta")
     add("--rates", type=float, nargs="+", default=[0.03, 0.1])
-    add("--drop", type=float, default=1.0, help="times the rate in the second half of a run")
     add("--l2", type=float, default=0.01)
     add("--seeds", type=int, default=5)
     add("--json", metavar="FILE")
     args = parser.parse_args()
     where = timing.where()
-    found: list[dict[str, Any]] = []
-    for batch in args.batches:
-        for rate in args.rates:
-            for name, tx in rows(args).items():
-                seeds = range(args.seeds if batch else 1)  # all draw the same full batches
-                runs = [train(tx, args, batch, rate, seed).tolist() for seed in seeds]
-                found.append({"name": name, "batch": batch, "rate": rate, "norms": runs})
-                ends = (f"{end:.2g}" for end in sorted(floors(runs)))
-                print(name_of(batch), rate, name, *ends, flush=True)
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    for batch, rate in itertools.product(args.batches, args.rates):
+        setting = f"{f'batch {batch}' if batch else 'full batch'}, rate {rate:g}"
+        for name, tx in rows(args).items():
+            seeds = range(args.seeds if batch else 1)  # all draw the same full batches
+            runs = [train(tx, args, batch, rate, seed).tolist() for seed in seeds]
+            found[name, setting] = runs
+            print(setting, name, *(f"{end:.2g}" for end in sorted(floors(runs))), flush=True)
     print(table(found))
-    given = {name: str(value) for name, value in vars(args).items()}
-    timing.save({**where, **given, "rows": found}, args.json)
+    norms = {f"{name}, {setting}": runs for (name, setting), runs in found.items()}
+    timing.save({**where, **vars(args), "norms": norms}, args.json)
 
 
 if __name__ == "__main__":

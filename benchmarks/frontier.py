@@ -1,15 +1,7 @@
 """The lowest loss for a number of bytes: what is exchanged, how often, and in how many bits.
 
 Simulated workers train the byte-level transformer of transformer.py on Python's own
-library: eight of them, or four with the largest size. A recipe is an optimizer, what workers
-exchange, each how many steps, in which format, and for which share of the steps they exchange after
-each one first (a warm start). Names say all of it:
-
-    muon, local 10, int4                Muon inside; displacements of 10 steps, by quantized("int4")
-    adamw, local 10, sign, warm 10 %    the first tenth of the steps exchanges after each step
-    muon, diloco 30, int2               the same with DiLoCo's momentum outside
-    adamw, gradients, ternary           gradients before AdamW
-    adamw, updates, top 1/8             updates of each worker's own Adam
+library: eight of them, or four with the largest size. recipes.py explains the names of recipes.
 
 All recipes take the same steps and batches. Rates are tuned by one rule for every recipe, dense
 included: a factor of two up and down from `--rate`, or from the best rate that the file has, on
@@ -17,8 +9,8 @@ seed 0 and `--tune-steps`, until the best rate has a worse one on either side. W
 a recipe takes the best rate of the one that sends four bits instead. Runs are lines of
 `frontier.jsonl`, those of a larger model (`--size`) of a file of its own, and none is done twice,
 so that what was cut goes on where it was. Several processes may share the file.
-`frontier_map.py` makes a map of them. With `--outer`, recipes with DiLoCo's momentum have this rate
-and momentum in place of 0.7 and 0.6, and are lines of `frontier_outer.jsonl`.
+With `--outer`, recipes with DiLoCo's momentum have this rate and momentum in place of 0.7 and 0.6,
+and are lines of `frontier_outer.jsonl`.
 
     python benchmarks/frontier.py --recipes "adamw, gradients, dense"
     python benchmarks/frontier.py --steps 600 --rates family   # all that the file has
@@ -29,7 +21,6 @@ and momentum in place of 0.7 and 0.6, and are lines of `frontier_outer.jsonl`.
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import time
 from collections.abc import Callable
@@ -168,15 +159,13 @@ class Trainer:
     def _way(self, steps: int) -> Any:
         """The parallel step, or local steps. A warm start depends on the number of steps."""
         recipe = self.recipe
-        if not recipe.is_local:
-            return self._ways.setdefault(
-                0,
-                run_on_workers(
-                    lambda s, x: self._step(s, x)[0], self._size.workers, donate_argnums=0
-                ),
-            )
         first = recipe.warm * steps // 100
-        if first not in self._ways:
+        if first in self._ways:
+            return self._ways[first]
+        if not recipe.is_local:
+            step = lambda s, x: self._step(s, x)[0]
+            self._ways[first] = run_on_workers(step, self._size.workers, donate_argnums=0)
+        else:
             every: Any = jaxsparse.Stages((1, recipe.every), (first,)) if first else recipe.every
             optimizer = optax.sgd(1.0)
             if recipe.what == "diloco":
@@ -246,14 +235,11 @@ class Results:
         self.path = path or Path(__file__).with_name(f"{name}.jsonl")
 
     def lines(self) -> list[dict[str, Any]]:
-        text = self.path.read_text() if self.path.exists() else ""
         outer = self._settings.get("outer")
-        lines = map(json.loads, text.splitlines())
-        return [line for line in lines if line.get("outer") == outer]
+        return [line for line in timing.lines_in(self.path) if line.get("outer") == outer]
 
     def add(self, recipe: Recipe, **found: Any) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps({"recipe": str(recipe), **self._settings, **found}) + "\n")
+        timing.add_line(self.path, recipe=str(recipe), **self._settings, **found)
 
     def runs(self, recipe: Recipe, steps: int) -> dict[tuple[float, int], list[float]]:
         """Held-out losses by rate and seed."""

@@ -11,7 +11,6 @@ writes how runs ended: the costs of `jaxsparse.planner.RECIPES` are from there.
 
 import argparse
 import functools
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,50 +114,43 @@ def export(found: list[Row], short: list[Row], args: argparse.Namespace) -> None
         "for the same one in four bits."
     )
     known = {row.recipe for row in found}
-    ends, ends_of_short = (
-        {
-            str(row.recipe): (row.rate, row.losses)
-            for row in sorted(some, key=lambda x: str(x.recipe))
-        }
-        for some in (found, [row for row in short if row.recipe in known])
-    )
-    lines = lambda ends: ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in ends.items())
-    args.export.write_text(
-        f'{{"setup": {json.dumps(setup)},\n"steps": {args.steps},\n"ends": {{\n{lines(ends)}\n}},\n'
-        f'"shorter": {{"steps": {args.short}, "ends": {{\n{lines(ends_of_short)}\n}}}}}}\n'
-    )
+    by_name = lambda some: {
+        str(row.recipe): (row.rate, row.losses) for row in sorted(some, key=lambda x: str(x.recipe))
+    }
+    content = {"setup": setup, "steps": args.steps, "ends": by_name(found)}
+    shorter = by_name(row for row in short if row.recipe in known)
+    timing.save({**content, "shorter_steps": args.short, "shorter": shorter}, args.export)
 
 
 def show(found: list[Row]) -> None:
     dense = dense_of(found)
-    print("| recipe | loss | above dense | rate | sent | received W = 2, 4, 8, 20 | dominated by |")
-    print("|---|---|---|---|---|---|---|")
+    heads = "loss", "above dense", "rate", "sent", "received W = 2, 4, 8, 20", "dominated by"
+    print(timing.head("recipe", *heads))
     for row in sorted(found, key=lambda row: row.usual):
         more, spread = above(row, dense)
         better = [other for other in found if other.loss < row.loss and other.usual <= row.usual]
         by = min(better, key=lambda other: other.loss) if better else None
         note = "" if row.is_tuned else " (not tuned)"
         fewer = ", ".join(f"{a / b:.0f}x" for a, b in zip(dense.received, row.received))
-        print(
-            f"| {row.recipe} | {row.loss:.3f} ({len(row.losses)}) | {more:+.3f}{spread} "
-            f"| {row.rate:g}{note} | {dense.sent / row.sent:.0f}x | {fewer} "
-            f"| {by.recipe if by else ''} |"
-        )
+        loss, above_dense = f"{row.loss:.3f} ({len(row.losses)})", f"{more:+.3f}{spread}"
+        sent = f"{dense.sent / row.sent:.0f}x"
+        cells = row.recipe, loss, above_dense, f"{row.rate:g}{note}", sent, fewer
+        print(timing.row(*cells, by.recipe if by else ""))
 
 
 def show_outer(size: str, steps: int) -> None:
     """What the rate and the momentum outside make of recipes, by their losses on seed 0."""
-    text = Results(size, outer=(0.0, 0.0)).path.read_text()  # of all others
-    keys = {(line["recipe"], *line["outer"]) for line in map(json.loads, text.splitlines())}
+    path = Results(size, outer=(0.0, 0.0)).path  # of all others
+    keys = {(line["recipe"], *line["outer"]) for line in timing.lines_in(path)}
     recipes = {recipe for recipe, *_ in keys}
     keys |= {(recipe, *NESTEROV) for recipe in recipes}
-    print("| recipe | outer rate | momentum | the best loss | at rate | others |")
-    print("|---|---|---|---|---|---|")
+    print(timing.head("recipe", "outer rate", "momentum", "the best loss", "at rate", "others"))
     for recipe, *outer in sorted(keys):
         tried = Results(size, outer=tuple(outer)).tried(Recipe.parsed(recipe), steps)
         (best, loss), *more = sorted(tried.items(), key=lambda item: item[1])
         others = ", ".join(f"{x:.3f} at {rate:g}" for rate, x in sorted(more))
-        print(f"| {recipe} | {outer[0]:g} | {outer[1]:g} | {loss:.3f} | {best:g} | {others} |")
+        numbers = (f"{x:g}" for x in outer)
+        print(timing.row(recipe, *numbers, f"{loss:.3f}", f"{best:g}", others))
 
 
 def main() -> None:

@@ -90,14 +90,14 @@ class Stage:
     ) -> Iterator[tuple[str, Any]]:
         """Names and compiled programs, in order.
 
-        As many as there are cores compile at a time. Nothing compiles while the caller has one,
-        because dispatching calls needs the cores.
+        Those that --only leaves in. As many as there are cores compile at a time. Nothing compiles
+        while the caller has one, because dispatching calls needs the cores.
         """
 
         def build(f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return jax.jit(f, donate_argnums=donate).lower(*args).compile()
 
-        left = iter(programs.items())
+        left = ((name, each) for name, each in programs.items() if self.wanted(name))
         while some := dict(itertools.islice(left, os.cpu_count())):
             pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
             futures = {name: pool.submit(build, *program) for name, program in some.items()}
@@ -147,134 +147,84 @@ def run_stage(args: argparse.Namespace) -> None:
 
 # --- kernels
 
-_BLOCK = 256
-_QSGD = quantize.QSGD(4)
-_CHUNK_K, _CHUNK_SIZE = 64, 4096
-_CHUNKS = codecs.EliasFano()
+
+class Kernel(NamedTuple):
+    """One row of the table: bytes that have to move, whatever the algorithm, and a program."""
+
+    traffic: float
+    program: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
 
 class Inputs:
     """Inputs of all kernels at one size: cubed normals, among which k entries are to be found."""
 
     def __init__(self, size: int, density: float = _DENSITY):
-        self.size = size
-        self.k = max(1, int(density * size))
-        self.block_k = max(1, int(density * -(-size // _BLOCK)))
+        self.size, self.k = size, max(1, int(density * size))
         self.spec = sketch.SketchSpec(rows=5, cols=max(1, size // 64))
+        self.x = jax.jit(lambda key: jax.random.normal(key, (size,)) ** 3)(jax.random.key(0))
+        self.table, self.key = sketch.encode(self.x, self.spec), jax.random.key(1)
+        self.selected = 4 * size + 8 * self.k  # bytes of a vector and of its entries
+        self.both = 4 * size + 4 * self.table.size
+
+    def kernels(self) -> dict[str, Kernel]:
+        """The table's kernels.
+
+        heavy_hitters never stores the vector in which it looks for entries. It counts as read once
+        all the same, or hardly anything would have to move.
+        """
+        size, k, spec, x, table = self.size, self.k, self.spec, self.x, self.table
         # The threshold that k magnitudes reach on average.
-        self.threshold = statistics.NormalDist().inv_cdf(1 - self.k / size / 2) ** 3
-        self.key = jax.random.key(1)
-
-    @functools.cached_property
-    def x(self) -> jax.Array:
-        """float32[size]."""
-        return jax.jit(lambda key: jax.random.normal(key, (self.size,)) ** 3)(jax.random.key(0))
-
-    @functools.cached_property
-    def copy(self) -> Callable[[], jax.Array]:
-        """Moves as many bytes as a copy of x."""
-        return timing.doubled(self.x)
-
-    @functools.cached_property
-    def table(self) -> jax.Array:
-        """The sketch of x."""
-        return sketch.encode(self.x, self.spec)
-
-    @functools.cached_property
-    def chunks(self) -> SparseStream:
-        """The largest entries of each chunk."""
-        return _of_chunks(self.x)
-
-
-def _of_chunks(x: jax.Array) -> SparseStream:
-    return select.group_top_k(x, _CHUNK_K, _CHUNK_SIZE)
-
-
-class Kernel(NamedTuple):
-    """One row of the table."""
-
-    traffic: Callable[[Inputs], float]  # bytes that have to move, whatever the algorithm
-    program: Callable[[Inputs], Program]
-
-
-def _selected(i: Inputs) -> float:
-    return 4 * i.size + 8 * i.k
-
-
-def _both(i: Inputs) -> float:  # vector and table
-    return 4 * i.size + 4 * i.spec.rows * i.spec.cols
-
-
-def _entries(i: Inputs) -> float:
-    return i.size * _CHUNK_K / _CHUNK_SIZE
-
-
-def _packed(i: Inputs) -> float:
-    return 4 * i.size + i.size * _QSGD.bits / 8 + 4 * i.size / _QSGD.group_size
-
-
-# heavy_hitters never stores the vector in which it looks for entries. It counts as read once all
-# the same, or hardly anything would have to move.
-KERNELS = {
-    "hash_extract": Kernel(
-        _selected,
-        lambda i: (lambda x, t: select.hash_extract(x, t, i.k), (i.x, jnp.float32(i.threshold))),
-    ),
-    "slot_max": Kernel(_selected, lambda i: (lambda x: select.slot_max(x, i.k), (i.x,))),
-    "sketch.encode": Kernel(_both, lambda i: (lambda x: sketch.encode(x, i.spec), (i.x,))),
-    "heavy_hitters": Kernel(
-        _selected,
-        lambda i: (lambda table: sketch.heavy_hitters(table, i.spec, i.size, i.k), (i.table,)),
-    ),
-    "threshold_top_k": Kernel(
-        _selected, lambda i: (lambda x: select.threshold_top_k(x, i.k), (i.x,))
-    ),
-    "fast_top_k": Kernel(_selected, lambda i: (lambda x: select.fast_top_k(x, i.k), (i.x,))),
-    "compact": Kernel(
-        lambda i: i.size + 4 * i.k,
-        lambda i: (lambda m: select.compact(m, i.k), (jnp.abs(i.x) >= i.threshold,)),
-    ),
-    "block_top_k": Kernel(
-        lambda i: 4 * i.size + 8 * _BLOCK * i.block_k,  # the blocks found are read and written
-        lambda i: (lambda x: select.block_top_k(x, i.block_k, _BLOCK), (i.x,)),
-    ),
-    "sketch.decode": Kernel(
-        _both, lambda i: (lambda table: sketch.decode(table, i.spec, i.size), (i.table,))
-    ),
-    "QSGD, 4 bits": Kernel(
-        _packed, lambda i: (lambda x, key: quantize.quantize(x, _QSGD, key), (i.x, i.key))
-    ),
-    "QSGD, back": Kernel(
-        _packed,
-        lambda i: (
-            lambda q: quantize.dequantize(q, _QSGD, i.size),
-            (quantize.quantize(i.x, _QSGD, None),),
-        ),
-    ),
-    "pack": Kernel(
-        lambda i: 4 * i.size + i.size * _QSGD.bits / 8,
-        lambda i: (
-            lambda levels: quantize.pack(levels, _QSGD.bits),
-            (jnp.clip(i.x, -7, 7).astype(jnp.int32),),
-        ),
-    ),
-    "group_top_k": Kernel(lambda i: 4 * i.size + 8 * _entries(i), lambda i: (_of_chunks, (i.x,))),
-    "2-bit entries": Kernel(
-        lambda i: (8 + 14 / 8) * _entries(i),
-        lambda i: (lambda stream: _CHUNKS.encode(stream, i.size), (i.chunks,)),
-    ),
-    "2-bit entries, back": Kernel(
-        lambda i: 14 / 8 * _entries(i) + 4 * i.size,
-        lambda i: (
-            lambda words: to_dense(
-                _CHUNKS.decode(words, i.chunks.values.size, i.size, jnp.float32), i.size
+        threshold = statistics.NormalDist().inv_cdf(1 - k / size / 2) ** 3
+        block, qsgd, codec = 256, quantize.QSGD(4), codecs.EliasFano()
+        block_k = max(1, int(_DENSITY * -(-size // block)))
+        packed = 4 * size + size * qsgd.bits / 8
+        quantized = packed + 4 * size / qsgd.group_size
+        of_chunks = lambda x: select.group_top_k(x, 64, 4096)
+        encode = lambda stream: codec.encode(stream, size)
+        chunks = of_chunks(x)
+        count, levels = chunks.values.size, jnp.clip(x, -7, 7).astype(jnp.int32)
+        decode = lambda words: to_dense(codec.decode(words, count, size, jnp.float32), size)
+        top_k = {
+            name: Kernel(self.selected, functools.partial(getattr(select, name), k=k), (x,))
+            for name in ("threshold_top_k", "fast_top_k", "sampled_top_k")
+        }
+        return top_k | {
+            "hash_extract": Kernel(
+                self.selected,
+                lambda x, t: select.hash_extract(x, t, k),
+                (x, jnp.float32(threshold)),
             ),
-            (jax.jit(lambda stream: _CHUNKS.encode(stream, i.size))(i.chunks),),
-        ),
-    ),
-    "sampled_top_k": Kernel(_selected, lambda i: (lambda x: select.sampled_top_k(x, i.k), (i.x,))),
-    "lax.top_k": Kernel(_selected, lambda i: (lambda x: jax.lax.top_k(jnp.abs(x), i.k)[1], (i.x,))),
-}
+            "slot_max": Kernel(self.selected, lambda x: select.slot_max(x, k), (x,)),
+            "sketch.encode": Kernel(self.both, lambda x: sketch.encode(x, spec), (x,)),
+            "heavy_hitters": Kernel(
+                self.selected, lambda t: sketch.heavy_hitters(t, spec, size, k), (table,)
+            ),
+            "compact": Kernel(
+                size + 4 * k, lambda m: select.compact(m, k), (jnp.abs(x) >= threshold,)
+            ),
+            "block_top_k": Kernel(
+                4 * size + 8 * block * block_k,  # the blocks found are read and written
+                lambda x: select.block_top_k(x, block_k, block),
+                (x,),
+            ),
+            "sketch.decode": Kernel(self.both, lambda t: sketch.decode(t, spec, size), (table,)),
+            "QSGD, 4 bits": Kernel(
+                quantized, lambda x, key: quantize.quantize(x, qsgd, key), (x, self.key)
+            ),
+            "QSGD, back": Kernel(
+                quantized,
+                lambda q: quantize.dequantize(q, qsgd, size),
+                (quantize.quantize(x, qsgd, None),),
+            ),
+            "pack": Kernel(packed, lambda levels: quantize.pack(levels, qsgd.bits), (levels,)),
+            "group_top_k": Kernel(4 * size + 8 * count, of_chunks, (x,)),
+            "2-bit entries": Kernel((8 + 14 / 8) * count, encode, (chunks,)),
+            "2-bit entries, back": Kernel(
+                14 / 8 * count + 4 * size, decode, (jax.jit(encode)(chunks),)
+            ),
+            "lax.top_k": Kernel(self.selected, lambda x: jax.lax.top_k(jnp.abs(x), k)[1], (x,)),
+        }
 
 
 def kernels(stage: Stage) -> None:
@@ -283,35 +233,32 @@ def kernels(stage: Stage) -> None:
     if torch is None:
         stage.record(note=why)
     for exponent in stage.args.sizes:
-        inputs = Inputs(2**exponent)
-        programs: dict[str, Program] = {}
-        for name, kernel in KERNELS.items():
-            if stage.wanted(name) and (made := stage.attempt(name, kernel.program, inputs)):
-                programs[name] = made
-        for name, compiled in stage.compiled(programs):
-            run = functools.partial(compiled, *programs[name][1])
-            _row(stage, inputs, name, KERNELS[name].traffic, functools.partial(timed, run))
-        for name, (traffic, make) in TORCH.items() if torch is not None else ():
+        if (inputs := stage.attempt(f"inputs of 2^{exponent}", Inputs, 2**exponent)) is None:
+            continue
+        found = stage.attempt(f"kernels of 2^{exponent}", inputs.kernels) or {}
+        row = functools.partial(_row, stage, exponent, timing.doubled(inputs.x))
+        for name, compiled in stage.compiled({n: k[1:] for n, k in found.items()}):
+            run = functools.partial(compiled, *found[name].arguments)
+            row(name, found[name].traffic, functools.partial(timed, run))
+        for name, make in TORCH.items() if torch is not None else ():
             if stage.wanted(name):
-                measure = functools.partial(_torch_timed, torch, make, inputs)
-                _row(stage, inputs, name, traffic, measure)
+                traffic = inputs.both if "sketch" in name else inputs.selected
+                row(name, traffic, functools.partial(_torch_timed, torch, make, inputs))
 
 
 def _row(
     stage: Stage,
-    inputs: Inputs,
+    exponent: int,
+    copy: Callable[[], Any],
     name: str,
-    traffic: Callable[[Inputs], float],
+    traffic: float,
     measure: Callable[[], float],
 ) -> None:
     """Times one kernel, and a copy just before it, because the clocks of a chip change."""
-    exponent = inputs.size.bit_length() - 1
-    both = lambda: (timed(inputs.copy), measure())
-    if found := stage.attempt(f"{name} at 2^{exponent}", both):
+    if found := stage.attempt(f"{name} at 2^{exponent}", lambda: (timed(copy), measure())):
         floor, seconds = found
-        bandwidth = 8 * inputs.size / floor
-        of_floor = seconds * bandwidth / traffic(inputs)
-        ms = 1e3 * seconds
+        bandwidth = 8 * 2**exponent / floor
+        of_floor, ms = seconds * bandwidth / traffic, 1e3 * seconds
         stage.record(name=name, exponent=exponent, ms=ms, bandwidth=bandwidth, over_floor=of_floor)
 
 
@@ -346,7 +293,7 @@ def _torch_sketch(torch: Any, inputs: Inputs) -> Callable[[], Any]:
     return run
 
 
-TORCH = {"torch.topk": (_selected, _torch_top_k), "torch count sketch": (_both, _torch_sketch)}
+TORCH = {"torch.topk": _torch_top_k, "torch count sketch": _torch_sketch}
 
 
 def _torch_timed(torch: Any, make: Callable[[Any, Inputs], Any], inputs: Inputs) -> float:
@@ -377,7 +324,8 @@ def _decodes(size: int) -> dict[str, Program]:
     distinct = select.top_k(i.x, i.k)
     repeated = SparseStream(jnp.tile(distinct.indices, 8), jnp.concatenate([i.x[: i.k]] * 8))
     scattered = lambda stream: to_dense(stream, size)
-    return {name: KERNELS[name].program(i) for name in REPEATED} | {
+    kernels = i.kernels()
+    return {name: kernels[name][1:] for name in REPEATED} | {
         "heavymix": (
             lambda t, key: sketch.heavy_hitters(t, i.spec, size, i.k, rule="heavymix", key=key),
             (i.table, i.key),
@@ -418,7 +366,6 @@ def repeats(stage: Stage) -> None:
     """Runs each program several times, and counts the elements that differ from the first run."""
     size, times = 2**stage.args.repeat_size, stage.args.repeats
     programs = _decodes(size) | _means(size)
-    programs = {name: program for name, program in programs.items() if stage.wanted(name)}
     for name, compiled in stage.compiled(programs):
 
         def check(compiled=compiled, arguments=programs[name][1]):

@@ -2,7 +2,6 @@
 
     python benchmarks/kernels.py select --sizes 2^24
     python benchmarks/kernels.py sketch
-    python benchmarks/kernels.py chunks --sizes 2^24
     python benchmarks/kernels.py decode
 
 The floor is a jitted `x * 2` into its own buffer (donated). Into a fresh one it mostly times page
@@ -10,13 +9,11 @@ faults on a CPU. Runs of all operations are interleaved, so that a noisy machine
 Compare ratios, not times. Energy is the sum of squares of the kept entries, over that of the same
 number of largest entries.
 
-`chunks` has chunked top-k with its messages of few bits ("decode" makes the entries of one message,
-"decode, dense" the dense vector), and then the relative squared errors of values in 2, 4 and 8
-bits, for several distributions. `decode` times sparse against dense decoding of all workers'
-messages (DRAGONN, section 4.3): the one adds the entries of all W messages to one dense array, the
-other makes a dense array of each and adds these up. There the least time of each counts, and the
-fit `first d + entry W m + pass W d` has the least relative squares, and no negative coefficient.
-Over several densities it tells a cost of each entry from a cost of each worker.
+`decode` times sparse against dense decoding of all workers' messages (DRAGONN, section 4.3): the
+one adds the entries of all W messages to one dense array, the other makes a dense array of each and
+adds these up. There the least time of each counts, and the fit `first d + entry W m + pass W d` has
+the least relative squares, and no negative coefficient. Over several densities it tells a cost of
+each entry from a cost of each worker.
 """
 
 import argparse
@@ -35,10 +32,8 @@ import timing
 from jaxsparse import codecs, select, sketch
 from jaxsparse.arrays.hashing import bounded, combine, keyed
 from jaxsparse.arrays.settings import entries
-from jaxsparse.arrays.stream import from_dense, to_dense
+from jaxsparse.arrays.stream import from_dense
 from jaxsparse.collectives.messages import MessageFormat
-from jaxsparse.quantize import entry_values
-from jaxsparse.select.groups import count_entries
 from jaxsparse.systems.dragonn import extractor
 
 Runs = dict[str, Callable[[], Any]]
@@ -126,54 +121,7 @@ def sketches(x: jax.Array, density: float) -> tuple[Runs, Energies]:
     return runs, {"heavy_hitters": float(jnp.sum(choose()[1] ** 2) / best)}
 
 
-_CHUNK_K, _CHUNK_SIZE = 64, 4096
-
-
-def chunks(x: jax.Array, density: float) -> tuple[Runs, Energies]:
-    """Chunked top-k, and its messages of values of two bits."""
-    del density
-    codec, size, count = codecs.EliasFano(), x.size, count_entries(x.size, _CHUNK_K, _CHUNK_SIZE)
-    choose = jax.jit(lambda x: select.group_top_k(x, _CHUNK_K, _CHUNK_SIZE))
-    encode = jax.jit(functools.partial(codec.encode, size=size))
-    rounded = jax.jit(functools.partial(codec.rounded, size=size))
-    decode = jax.jit(functools.partial(codec.decode, capacity=count, size=size, dtype=jnp.float32))
-    dense = jax.jit(lambda stream: to_dense(stream, size))
-    both = jax.jit(lambda words: dense(decode(words)))
-    stream = choose(x)
-    words = encode(stream)
-    return {
-        "select": lambda: choose(x),
-        "encode": lambda: encode(stream),
-        "rounded": lambda: rounded(stream),
-        "decode": lambda: decode(words),
-        "decode, dense": lambda: both(words),
-        "dense": lambda: dense(stream),
-    }, {}
-
-
-def show_errors() -> None:
-    """Relative squared errors of the values of the largest entries of each chunk."""
-    rng, size = np.random.default_rng(0), 2**20
-    leaves = np.repeat(10.0 ** rng.uniform(-4, 0, size // 2**16), 2**16)
-    data = {
-        "normal": rng.normal(size=size),
-        "Laplace": rng.laplace(size=size),
-        "Student t(3)": rng.standard_t(3, size),
-        "normal, 16 leaves of unlike scales": rng.normal(size=size) * leaves,
-    }
-    for name, x in data.items():
-        stream = select.group_top_k(jnp.asarray(x, jnp.float32), _CHUNK_K, _CHUNK_SIZE)
-        values = np.asarray(stream.values, np.float64)
-        scales = leaves[np.asarray(stream.indices)] if "leaves" in name else 1.0
-        for bits in (2, 4, 8):
-            way = entry_values(bits)
-            words = way.encode(stream.values, values.size)
-            lost = (np.asarray(way.decode(words, values.size)) - values) / scales
-            error = np.sum(lost**2) / np.sum((values / scales) ** 2)
-            print(f"{name:<36}{bits} bits{100 * error:>10.3f} %")
-
-
-KINDS = {"select": selections, "sketch": sketches, "chunks": chunks}
+KINDS = {"select": selections, "sketch": sketches}
 
 
 def measure(kind: str, size: int, args: argparse.Namespace) -> None:
@@ -284,8 +232,6 @@ def main() -> None:
     print(f"{'size':>9}  {'operation':<18}{'median ms':>10}   /donated  min/min  energy")
     for size in args.sizes or [2**e for e in range(16, 27, 2)]:
         measure(args.kind, size, args)
-    if args.kind == "chunks":
-        show_errors()
 
 
 if __name__ == "__main__":

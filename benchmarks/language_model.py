@@ -31,6 +31,7 @@ import optax
 import timing
 from flax import nnx
 from jax.sharding import Mesh
+from transformer import windows
 
 import jaxsparse
 from jaxsparse.arrays.printing import aligned
@@ -90,9 +91,7 @@ def load(vocabulary: int, small: bool) -> Corpus:
 def batches(text: np.ndarray, args: argparse.Namespace, steps: int, seed: int) -> Iterator:
     """Random windows for all workers together, int32[windows, length + 1]: inputs and targets."""
     rng = np.random.default_rng(seed)
-    for _ in range(steps):
-        starts = rng.integers(len(text) - args.length, size=args.windows)
-        yield text[starts[:, None] + np.arange(args.length + 1)]
+    return (windows(text, args.windows, args.length, rng) for _ in range(steps))
 
 
 class LanguageModel(nnx.Module):
@@ -116,9 +115,7 @@ class LanguageModel(nnx.Module):
         gates = jnp.swapaxes(self.gates(self.embedding(tokens)), 0, 1)  # time first, for the scan
         kernel = self.recurrent.kernel[...]
 
-        def step(
-            carry: tuple[jax.Array, jax.Array], gates: jax.Array
-        ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        def step(carry: Any, gates: jax.Array) -> Any:
             short, long = carry
             enter, keep, leave, new = jnp.split(gates + short @ kernel, 4, axis=-1)
             long = nnx.sigmoid(keep + 1) * long + nnx.sigmoid(enter) * jnp.tanh(new)
@@ -138,15 +135,10 @@ def loss(model: LanguageModel, windows: jax.Array) -> jax.Array:
 
 
 class Method(NamedTuple):
-    """What is exchanged by which reducer.
+    """What is exchanged by which reducer."""
 
-    Attributes:
-        policy: reducers of the model's leaves, by a part of their names. Others go dense.
-        decay: factor of what waits in residuals, in each step.
-    """
-
-    policy: dict[str, Reducer]
-    decay: float = 1.0
+    policy: dict[str, Reducer]  # of leaves, by a part of their names. Others go dense
+    decay: float = 1.0  # factor of what waits in residuals, in each step
 
 
 def named_methods(args: argparse.Namespace, words: int, union: int) -> dict[str, Method]:

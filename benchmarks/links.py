@@ -22,24 +22,15 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
 class Bucket:
-    """A token bucket: in t seconds it lets at most burst + rate t bytes through.
+    """A token bucket: in t seconds it lets at most `_BURST` + rate t bytes through."""
 
-    Args:
-        rate: bytes a second.
-        burst: bytes that it holds when it is full.
-        clock: seconds, for differences alone.
-    """
-
-    def __init__(
-        self, rate: float, burst: float = _BURST, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._rate, self._burst, self._clock = rate, burst, clock
-        self._tokens, self._at = burst, clock()
+    def __init__(self, rate: float) -> None:
+        self._rate, self._tokens, self._at = rate, float(_BURST), time.monotonic()
 
     def delay(self, size: int) -> float:
         """Takes the tokens of `size` bytes. Returns the seconds after which these may pass."""
-        now = self._clock()
-        self._tokens = min(self._burst, self._tokens + self._rate * (now - self._at)) - size
+        now = time.monotonic()
+        self._tokens = min(_BURST, self._tokens + self._rate * (now - self._at)) - size
         self._at = now
         return max(0.0, -self._tokens / self._rate)
 
@@ -87,10 +78,10 @@ async def serve(ports: list[int], to: int, rate: float, counts: np.ndarray) -> N
             requests = Requests()
 
             def count_up(data: bytes) -> None:
-                counts[i] += (len(data), 0, requests.add(data))
+                counts[i] += (len(data), requests.add(data))
 
             def count_down(data: bytes) -> None:
-                counts[i] += (0, len(data), 0)
+                counts[i] += (len(data), 0)
 
             writers = [writer]
             with contextlib.suppress(OSError):
@@ -117,11 +108,11 @@ async def serve(ports: list[int], to: int, rate: float, counts: np.ndarray) -> N
 
 
 def counts_in(path: Path, ports: int) -> np.ndarray:
-    """The counts in a file, which is made if it is not there: int64[ports, 3].
+    """The counts in a file, which is made if it is not there: int64[ports, 2].
 
-    Bytes to the server, bytes from it, and requests.
+    Bytes both ways, and requests.
     """
-    return np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(ports, 3))
+    return np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(ports, 2))
 
 
 def main() -> None:

@@ -148,12 +148,11 @@ class Ends(NamedTuple):
 
 def load_ends(*, shorter: bool = False) -> Ends:
     """Those of the table of recipes, or of its shorter runs."""
-    content = json.loads(RESULTS.read_text())
-    content = content["shorter"] if shorter else content
+    content, part = json.loads(RESULTS.read_text()), "shorter" if shorter else "ends"
     return Ends(
-        content["steps"],
+        content["shorter_steps" if shorter else "steps"],
         {
             name: End(rate, {int(seed): loss for seed, loss in losses.items()})
-            for name, (rate, losses) in content["ends"].items()
+            for name, (rate, losses) in content[part].items()
         },
     )

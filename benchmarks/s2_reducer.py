@@ -4,16 +4,10 @@
     python benchmarks/s2_reducer.py --received 8 16 64 256
 
 This is the paper's figure 8 in small. For each ratio, the table is sized by the expected union of
-the workers' blocks, and by one worker's own blocks. "blocks" are exact blocks, without a sketch:
-all that S2 selects, and with `--blocks` as many as have room in the words of each sketch. With that
-stand beside each sketch as many coordinates drawn at random, too: the control that a method must
-beat. Nothing is downloaded, and one device plays all workers.
-
-Each row's rate is tuned by the rule of rates.py, from `--lr` on, by the mean training loss of all
-seeds. (For results/papers.md it was the best of a grid on two of them.) Means and standard
-deviations are over seeds of initial weights, batches and hashes. Words are those of the psum of
-compressed leaves. The union of supports adds one bit a block. "exact" marks tables that would be no
-smaller than the blocks of all workers. Then the blocks are summed.
+the workers' blocks, and by one worker's own blocks. "blocks" are exact blocks, and with `--blocks`
+there are as many as have room in the words of each sketch, and as many coordinates drawn at random.
+Words are those of the psum of compressed leaves. "exact" marks tables that would be no smaller than
+the blocks of all workers. Nets, rates and spreads are as in spardl.py.
 
 `--received` trains nothing: it traces the exchange of 2^20 elements for each number of workers,
 with each sizing and with exact blocks, and prints the words received over the elements.
@@ -61,12 +55,7 @@ def methods(size: int, args: argparse.Namespace) -> list[Method]:
     sizings: tuple[Literal["union", "local"], ...] = "union", "local"
     for sizing in sizings:
         for ratio in args.ratios:
-            s2 = S2(
-                DENSITY,
-                block_size=BLOCK,
-                sketch_ratio=ratio,
-                sizing=sizing,
-            )
+            s2 = S2(DENSITY, block_size=BLOCK, sketch_ratio=ratio, sizing=sizing)
             words, cols = s2.words(size, WORKERS), s2.plan(size, WORKERS).cols
             rows.append(Method(sizing if cols else f"{sizing}, exact", ratio, words, s2))
             if args.blocks and cols is not None:

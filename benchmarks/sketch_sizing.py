@@ -30,7 +30,6 @@ from jaxsparse.systems import Dense, RandomK, SketchedSGD, TrueTopK
 number = spardl.digits.number
 MOMENTS: dict[str, Callable[[Any], Any]] = {"right": np.mean, "deviation": np.std}
 
-
 TAILS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "normal": lambda rng, d: rng.normal(size=d),
     "normal, cubed": lambda rng, d: rng.normal(size=d) ** 3,

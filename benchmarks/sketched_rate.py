@@ -65,33 +65,27 @@ def suboptimality(exchange: Any, args: argparse.Namespace, seed: int) -> jax.Arr
     return found[jnp.array(args.steps) - 1]
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--size", type=int, default=1000, help="d")
-    parser.add_argument("--k", type=int, default=25, help="delivered in a step")
-    parser.add_argument("--xi", type=float, default=160.0, help="2 + 6 d / (1.56 k) at least")
-    parser.add_argument("--curvature", type=float, nargs=2, default=[2.0, 20.0])
-    parser.add_argument("--noise", type=float, default=1.0, help="its standard deviation")
-    parser.add_argument("--steps", type=int, nargs="+", default=[400, 1600, 6400, 25600])
-    parser.add_argument("--seeds", type=int, default=3)
-    return parser.parse_args()
-
-
 def main() -> None:
-    args = parse_args()
+    parser = timing.parser_of(__doc__)
+    add = parser.add_argument
+    add("--size", type=int, default=1000, help="d")
+    add("--k", type=int, default=25, help="delivered in a step (25)")
+    add("--xi", type=float, default=160.0, help="2 + 6 d / (1.56 k) at least (160)")
+    add("--curvature", type=float, nargs=2, default=[2.0, 20.0])
+    add("--noise", type=float, default=1.0, help="its standard deviation (1)")
+    add("--steps", type=int, nargs="+", default=[400, 1600, 6400, 25600])
+    add("--seeds", type=int, default=3)
+    args = parser.parse_args()
     timing.where()
     print(f"d = {args.size}, k = {args.k}, (d / k)^2 = {(args.size / args.k) ** 2:.0f}")
-    print("| exchange | " + " | ".join(f"T = {t}" for t in args.steps) + " |")
-    print("|---|" + "---|" * len(args.steps))
+    print(timing.head("exchange", *(f"T = {t}" for t in args.steps)))
     dense: Any = None
     for name, exchange in exchanges(args.size, args.k).items():
         runs = [suboptimality(exchange, args, seed) for seed in range(args.seeds)]
         mean = jnp.stack(runs).mean(0)
         dense = mean if dense is None else dense
-        cells = " | ".join(f"{x:.4g}" for x in (mean if name == "dense" else mean / dense))
-        print(f"| {name}{' (f itself)' if name == 'dense' else ''} | {cells} |", flush=True)
+        label, values = ("dense (f itself)", mean) if name == "dense" else (name, mean / dense)
+        print(timing.row(label, *(f"{x:.4g}" for x in values)), flush=True)
 
 
 if __name__ == "__main__":

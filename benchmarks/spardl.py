@@ -6,16 +6,13 @@
     python benchmarks/spardl.py teams --workers 3 5 6 7 14 --seeds 0 1 2
 
 `residuals` compares the rules for residuals, by the outcome of training and by what leaks at each
-step. "partial" and "local" cut each block before the first exchange, and "global" does not, so
-"global, cut first" stands between them. `codecs` compares exact messages with packed ones.
-`entries` follows B-SAG's h, and the number of entries after its gather, to the number that is
-wanted. `teams` trains with each number of teams that divides the workers, and with as many words
-of coordinates drawn at random as one team sends: the control that a method must beat. Nothing is
-downloaded, and one device plays all workers. Means and standard deviations are over seeds of
-initial weights and batches. Each row's rate is tuned by the rule of rates.py, from `--lr` on, by
-the mean training loss of all seeds. Leaks and h are followed at `--lr`. Words are those of
-compressed leaves that a worker sends in a step, read from a program traced for as many devices.
-For B-SAG they are the most that it may send, and `teams` also prints those at the last h.
+step. "global, cut first" cuts each block before the first exchange, as "partial" and "local" do.
+`codecs` compares exact messages with packed ones. `entries` follows B-SAG's h, and the number of
+entries after its gather. `teams` trains with each number of teams that divides the workers, and
+with as many words of coordinates drawn at random as one team sends. Means and standard deviations
+are over seeds of initial weights and batches. Each row's rate is tuned by the rule of rates.py,
+from `--lr` on, by the mean training loss of all seeds. Words are those of compressed leaves that a
+worker sends in a step at most, read from a program traced for as many devices.
 """
 
 import argparse
@@ -38,6 +35,7 @@ from jaxsparse import codecs
 from jaxsparse.arrays.settings import entries
 from jaxsparse.arrays.stream import to_dense
 from jaxsparse.collectives import spardl as collectives
+from jaxsparse.collectives.messages import ladder
 from jaxsparse.collectives.spardl import spar_reduce_scatter
 from jaxsparse.comm.wire import Group
 from jaxsparse.reducers.base import Kept, Sums, settle
@@ -46,6 +44,7 @@ from jaxsparse.systems import SparDL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import digits
+from digits import logits_of, loss_of
 
 from jaxsparse.outer.parallel import run_on_workers
 
@@ -63,18 +62,6 @@ def init(seed: int, hidden: int) -> Any:
         }
         for key, m, n in zip(keys, widths, widths[1:])
     ]
-
-
-def logits_of(params: Any, images: Any) -> jax.Array:
-    x = images
-    for layer in params[:-1]:
-        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
-    return x @ params[-1]["kernel"] + params[-1]["bias"]
-
-
-def loss_of(params: Any, batch: Any) -> jax.Array:
-    logits = logits_of(params, batch.images)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
 
 
 def batches(args: argparse.Namespace, seed: int, workers: int = WORKERS) -> Any:
@@ -331,7 +318,7 @@ def compare_teams(args: argparse.Namespace) -> list[dict[str, Any]]:
                 most, floor = outcome.words, 0.0
                 if gather == "bruck":
                     k, h = wanted(reducer, size, workers), statistics.mean(outcome.h)
-                    room = min(c for c in collectives.ladder(k, teams) if c >= round(h))
+                    room = min(c for c in ladder(k / teams, k) if c >= round(h))
                     outcome = outcome._replace(words=most - 2 * (teams - 1) * (k - room))
                     floor = h / max(1, k / teams)
                 name = f"W = {workers}, {teams} {'' if teams == 1 else gather}"

@@ -59,21 +59,14 @@ SMALL_PACKAGES = ("email", "http", "unittest")
 CHUNK_LINES = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Sparse rows and their labels.
+class Rows(NamedTuple):
+    """Sparse rows and their labels."""
 
-    Attributes:
-        features: float32[n, features], rows of length 1.
-        labels: int32[n], numbers of classes.
-    """
-
-    features: csr_matrix
-    labels: np.ndarray
+    features: csr_matrix  # float32[n, features], rows of length 1
+    labels: np.ndarray  # int32[n], numbers of classes
 
 
-@dataclasses.dataclass(frozen=True)
-class Dataset:
+class Dataset(NamedTuple):
     """Rows to train on, rows to test on, and the number of their classes."""
 
     train: Rows
@@ -90,12 +83,8 @@ def source_chunks(features: int, packages: Sequence[str] = PACKAGES) -> Dataset:
     """Chunks of source code, with the package of the standard library that each comes from.
 
     Test chunks come from other files than training chunks. A chunk that also occurs in training is
-    not tested.
-
-    Args:
-        features: number of features, to which trigrams are hashed.
-        packages: names of the classes. Packages of fewer than two files in this Python are left
-            out.
+    not tested. Trigrams are hashed to `features`. Packages of fewer than two files in this Python
+    are left out.
     """
     present = [name for name in packages if len(python_files(name)) > 1]
     train: list[tuple[str, int]] = []
@@ -165,32 +154,18 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """The static shapes that the fullest step of a run needs, so that nothing is ever left out.
+    """The static shapes that the fullest step of a run needs, so that nothing is ever left out."""
 
-    Attributes:
-        features: number of features that the rows of one worker touch.
-        row: number of features of a row.
-        to_owner: number of gradient entries of one worker that lie in one of W equal ranges.
-        of_owner: number of gradient entries of all workers together in one of these ranges. Each
-            index counts once.
-    """
-
-    features: int
-    row: int
-    to_owner: int
-    of_owner: int
+    features: int  # that the rows of one worker touch
+    row: int  # features of a row
+    to_owner: int  # gradient entries of one worker that lie in one of W equal ranges
+    of_owner: int  # those of all workers together, where each index counts once
 
 
 class Batches:
-    """Random batches, the same ones for every exchange.
+    """Random batches, the same ones for every exchange, of rows chosen with replacement.
 
-    Args:
-        rows: rows to choose from, with replacement.
-        workers: number of workers, W.
-        per_worker: number of rows of each worker, b.
-        columns: number of gradient entries for each feature: the model's columns.
-        steps: number of batches.
-        seed: seed of the choice.
+    Each of W workers has b rows, `per_worker`, and a feature has `columns` gradient entries.
     """
 
     def __init__(
@@ -387,17 +362,21 @@ def placed(batch: Batch, split: NamedSharding) -> Batch:
     return Batch(*(shares.to_global(own(x), len(x), split) for x in batch))
 
 
-HEAD = ("model", "exchange", "loss", "test", "payload kB", "received kB", "of dense", "max Δw")
+HEAD = (
+    *("model", "exchange", "loss", "test", "payload kB", "received kB", "of dense", "max Δw"),
+    "ms a step",
+)
 
 
-def cells(model: str, name: str, run: Run, base: Run | None) -> tuple[str, ...]:
+def cells(run: Run, base: Run | None) -> tuple[str, ...]:
     """A row of the table. "of dense" and "Δw" are against the dense run."""
-    tenth = max(1, len(run.losses) // 16)
     share = f"{run.received / base.received:.3f}" if base and base.received else "-"
-    differs = f"{np.abs(run.weights - base.weights).max():.0e}" if base else "-"
     return (
-        *(model, name, f"{run.losses[-tenth:].mean():.3f}", f"{100 * run.accuracy:.1f} %"),
-        *(f"{run.payload / 1000:,.0f}", f"{run.received / 1000:,.0f}", share, differs),
+        f"{run.losses[-max(1, len(run.losses) // 16) :].mean():.3f}",
+        f"{100 * run.accuracy:.1f} %",
+        *(f"{x / 1000:,.0f}" for x in (run.payload, run.received)),
+        share,
+        f"{np.abs(run.weights - base.weights).max():.0e}" if base else "-",
         f"{1000 * run.seconds:.1f}",
     )
 
@@ -425,14 +404,14 @@ def main() -> None:
         f"workers: {entries:,} entries of the gradient's {size:,} ({100 * entries / size:.2f} %). "
         f"Always guessing the commonest class: {100 * np.mean(dataset.test.labels == most):.1f} %"
     )
-    say("| " + " | ".join((*HEAD, "ms a step")) + " |", "| --- " * 9 + "|", sep="\n")
+    say(timing.head(*HEAD))
     with jaxsparse.fail_at_once():
         for model in args.model:
             task, base = Task(model, dataset, batches), None
             for name in args.exchange:
                 run = train(task, exchanges(batches.room)[name], mesh)
                 base = run if name == "dense" else base
-                say("| " + " | ".join(cells(model, name, run, base)) + " |", flush=True)
+                say(timing.row(model, name, *cells(run, base)), flush=True)
 
 
 def flags() -> argparse.ArgumentParser:

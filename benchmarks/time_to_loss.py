@@ -11,12 +11,9 @@ little more than it took beside AdamW's on two cores.
 
     python benchmarks/time_to_loss.py --recipes "muon, local 10, sign"
     python benchmarks/time_to_loss.py --show
-
-A loss of 1.4 took 35 to 65 minutes on two cores for a rate.
 """
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -33,10 +30,6 @@ from jaxsparse.traffic import traced_bytes
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "time_to_loss.jsonl"
 MEASURED = FOLDER / "results/local_updates/exchanges_10.9m.json"
-
-
-def lines() -> list[dict[str, Any]]:
-    return list(map(json.loads, FILE.read_text().splitlines())) if FILE.exists() else []
 
 
 def setting(args: argparse.Namespace) -> dict[str, Any]:
@@ -57,7 +50,7 @@ def train(recipe: Recipe, args: argparse.Namespace) -> None:
     def run(rate: float, seed: int, limit: float) -> float:
         """Steps to the loss. Infinite: not reached, or not in so many steps."""
         key = {"recipe": str(recipe), **setting(args), "rate": rate, "seed": seed}
-        for line in lines():
+        for line in timing.lines_in(FILE):
             if key.items() <= line.items():
                 return line["steps"][-1] if line["held_out"][-1] <= args.until else math.inf
 
@@ -66,8 +59,7 @@ def train(recipe: Recipe, args: argparse.Namespace) -> None:
             return held_out <= args.until or done >= limit or math.isnan(held_out)
 
         curve = trainer.run(rate, seed, args.steps, args.eval_every, stops)
-        with FILE.open("a") as file:
-            file.write(json.dumps({**key, **curve._asdict()}) + "\n")
+        timing.add_line(FILE, **key, **curve._asdict())
         return curve.steps[-1] if curve.held_out[-1] <= args.until else math.inf
 
     first, *others = args.seeds
@@ -91,20 +83,15 @@ def reached(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[s
     The second part has what exchanges, and how often.
     """
     curves: dict[str, dict[float, dict[int, Any]]] = {}
-    for line in lines():
+    for line in timing.lines_in(FILE):
         if setting(args).items() <= line.items():
             steps, losses = np.array(line["steps"]), np.array(line["held_out"])
-            by_rate = curves.setdefault(line["recipe"], {})
-            by_seed = by_rate.setdefault(line["rate"], {})
+            by_seed = curves.setdefault(line["recipe"], {}).setdefault(line["rate"], {})
             by_seed[line["seed"]] = Curve(steps, np.zeros(len(steps)), losses)
     runs, exchanges, size = {}, {}, SIZES[args.size]
     for name, by_rate in curves.items():
         firsts = {rate: next(iter(by_seed.values())) for rate, by_seed in by_rate.items()}
-        ends = {
-            rate: curve.steps[-1]
-            for rate, curve in firsts.items()
-            if curve.held_out[-1] <= args.until
-        }
+        ends = {rate: x.steps[-1] for rate, x in firsts.items() if x.held_out[-1] <= args.until}
         if not ends:
             continue
         rate = min(ends, key=ends.__getitem__)

@@ -4,6 +4,7 @@ import argparse
 import datetime
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -68,6 +69,17 @@ def where() -> dict[str, str]:
     }
     print(", ".join(f"{name} {value}" for name, value in found.items()))
     return found
+
+
+def lines_in(path: Path) -> list[dict[str, Any]]:
+    """Runs that a file has, each a line of JSON."""
+    return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+
+
+def add_line(path: Path, **fields: Any) -> None:
+    """Appends a run."""
+    with path.open("a") as file:
+        file.write(json.dumps(fields) + "\n")
 
 
 def save(content: dict[str, Any], path: Any) -> None:

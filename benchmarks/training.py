@@ -1,14 +1,10 @@
 """Trains a small language model, or a model of digits, by each exchange on simulated workers.
 
 The language model (embeddings of the last bytes, two layers, Adam) learns Python's reference
-manual. Its loss is in nats a byte. The other model (two hidden layers, SGD with momentum) learns
-scikit-learn's digits. Beside its loss stands the share of images that are right. All are measured
-on held-out data. Each row has the mean and the range over seeds, and how many times fewer bytes a
-worker receives than by dense gradients. All rows take the same steps and batches. The rate of each
-row, dense included, is tuned by the rule of rates.py on seed 0 and at full length. The other seeds
-take the best.
-
-A file of `--json` is written after each row, and rows that it has are not trained again.
+manual, the other (two hidden layers, SGD with momentum) scikit-learn's digits. Numbers are of
+held-out data, with means and ranges over seeds. All rows take the same steps and batches. The rate
+of each row is tuned by the rule of rates.py on seed 0 and at full length. A file of `--json` is
+written after each row, and rows that it has are not trained again.
 
     python benchmarks/training.py --json benchmarks/results/training_text.json
     python benchmarks/training.py --task digits --json benchmarks/results/training_digits.json

@@ -23,7 +23,7 @@ import optax
 import timing
 
 import jaxsparse
-from jaxsparse import shard, systems
+from jaxsparse import shard
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 at_density: Any = importlib.import_module("at_density")
@@ -161,12 +161,11 @@ def main() -> None:
     print(f"d = {args.size}, {args.workers} workers, medians of {args.repeats} steps")
     mesh = jax.make_mesh((args.workers,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     columns = {k: v for k, v in COLUMNS.items() if not args.only_compile or k in list(COLUMNS)[:5]}
-    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    print(timing.head(*columns))
     results = []
     for name in args.systems:
         results.append(measure(name, mesh, args))
-        cells = (form.format(results[-1][key]) for key, form in columns.items())
-        print("| " + " | ".join(cells) + " |", flush=True)
+        print(timing.row(*(form.format(results[-1][x]) for x, form in columns.items())), flush=True)
     timing.save({**where, "arguments": vars(args), "results": results}, args.json)
 
 

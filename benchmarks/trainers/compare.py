@@ -35,7 +35,7 @@ MOST_LINES = {"kauldron_tiny": 14, "tunix_qwen3": 11, "keras_fit": 23}
 MOST_LINES |= {"maxtext_train": 13, "maxtext_local": 13}
 TOLERANCE = 1e-6  # relative tolerance of losses
 # The exchange of all scripts, and what replaces it.
-EXCHANGE, IN_FOUR_BITS = "jaxsparse.spardl(DENSITY", 'jaxsparse.quantized("int4"'
+IN_FOUR_BITS = "jaxsparse.spardl(DENSITY", 'jaxsparse.quantized("int4"'
 
 BLOCK = re.compile(r"^if VARIANT (?:==|in) (.+):\n((?: .*\n|\n)+)", re.MULTILINE)
 
@@ -79,35 +79,10 @@ def added(script: str, variant: str = "plain") -> int:
     return script.count("# +\n") + sum(bool(line) for block in blocks for line in block)
 
 
-def in_four_bits(script: str) -> str:
-    """The script with another exchange, of all values in four bits."""
-    assert EXCHANGE in script
-    return script.replace(EXCHANGE, IN_FOUR_BITS)
-
-
-def environment(steps: int, density: float) -> dict[str, str]:
-    """Variables of a trainer's process, on emulated devices."""
-    flags = ["--xla_force_host_platform_device_count=8"]
-    # On a busy machine a device may reach a collective later than the 40 s after which XLA ends.
-    flags += ["--xla_cpu_collective_call_terminate_timeout_seconds=600"]
-    paths = [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "XLA_FLAGS": " ".join(flags),
-        # Threads of XLA. With one a device, collectives that do not depend on each other can wait
-        # in all of them for partners that then have none.
-        "NPROC": "64",
-        "JAX_PLATFORMS": "cpu",
-        "STEPS": str(steps),
-        "DENSITY": str(density),
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
-
-
 def _started(
     arguments: list[Path | str],
     steps: int,
     density: float,
-    timeout: float,
     dumps: Path | None,
     variant: str = "plain",
 ) -> str:
@@ -116,12 +91,26 @@ def _started(
     Raises:
         RuntimeError: the program failed.
     """
-    env = environment(steps, density) | {"VARIANT": variant}
+    flags = ["--xla_force_host_platform_device_count=8"]
+    # On a busy machine a device may reach a collective later than the 40 s after which XLA ends.
+    flags += ["--xla_cpu_collective_call_terminate_timeout_seconds=600"]
+    paths = [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {
+        # Threads of XLA. With one a device, collectives that do not depend on each other can wait
+        # in all of them for partners that then have none.
+        "NPROC": "64",
+        "JAX_PLATFORMS": "cpu",
+        "STEPS": str(steps),
+        "DENSITY": str(density),
+        "VARIANT": variant,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     if dumps:  # a program that comes out of JAX's cache would not be dumped
-        env["XLA_FLAGS"] += f" --xla_dump_to={dumps} --xla_dump_hlo_as_text"
+        flags += [f"--xla_dump_to={dumps}", "--xla_dump_hlo_as_text"]
         env |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "DUMPS": str(dumps)}
+    env["XLA_FLAGS"] = " ".join(flags)
     done = subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=timeout
+        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=3600
     )
     if done.returncode:
         raise RuntimeError(f"{done.stdout}\n{done.stderr}")
@@ -155,7 +144,6 @@ def run(
     density: float = 1.0,
     variant: str = "plain",
     reads_bytes: bool = True,
-    timeout: float = 600,
 ) -> Run:
     """Runs the script of a trainer in a process of its own, on eight emulated devices.
 
@@ -165,7 +153,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         path, dumps = Path(folder) / "trainer.py", Path(folder) / "hlo" if reads_bytes else None
         path.write_text(script)
-        return _run(name, _started([path], steps, density, timeout, dumps, variant), steps, dumps)
+        return _run(name, _started([path], steps, density, dumps, variant), steps, dumps)
 
 
 def run_variants(
@@ -175,7 +163,6 @@ def run_variants(
     steps: int,
     density: float = 1.0,
     reads_bytes: bool = True,
-    timeout: float = 3600,
 ) -> dict[str, Run]:
     """Runs a script in variants, those of MaxText in one process. Those that fail are left out.
 
@@ -194,7 +181,7 @@ def run_variants(
         path, dumps = Path(folder) / "trainer.py", Path(folder) / "hlo" if reads_bytes else None
         path.write_text(script)
         program: list[Path | str] = [HERE / "maxtext_tiny.py", path, *variants]
-        text = _started(program, steps, density, timeout, dumps)
+        text = _started(program, steps, density, dumps)
         parts = re.split(r"^variant (\w+)$", text, flags=re.MULTILINE)[1:]
         print(*re.findall("^failed .*", text, re.MULTILINE), sep="\n", file=sys.stderr)
         return {
@@ -265,7 +252,7 @@ def main() -> None:
             (f"{name}, original", original),
             (f"{lines}, all sent", full := run(name, script, args.steps)),
             (f"{lines}, 1 % sent", run(name, script, args.steps, 0.01)),
-            (f"{lines}, in four bits", run(name, in_four_bits(script), args.steps)),
+            (f"{lines}, in four bits", run(name, script.replace(*IN_FOUR_BITS), args.steps)),
         ):
             losses = f"{each.losses[0]:.6f} | {each.losses[-1]:.6f}"
             moved = f"{each.across:,.0f} | {each.inside:,.0f}"
