@@ -267,10 +267,6 @@ def exchanges(room: Room) -> dict[str, Exchange]:
         "recursive_double": collectives.recursive_double,
         "split_allgather": split,
         "all_gather": functools.partial(collectives.all_gather_sum, distinct=True),
-        "dsar_split_allgather": functools.partial(
-            collectives.dsar_split_allgather, capacity=room.to_owner
-        ),
-        "ring": collectives.sparse_ring,
     }
 
 
@@ -418,7 +414,7 @@ def flags() -> argparse.ArgumentParser:
     parser = timing.parser_of(__doc__)
     add, names = parser.add_argument, list(exchanges(Room(1, 1, 1, 1)))
     add("--model", nargs="+", choices=LOSSES, default=list(LOSSES), help="(default: both)")
-    add("--exchange", nargs="+", choices=names, default=names[:4], help="(default: the first four)")
+    add("--exchange", nargs="+", choices=names, default=names, help="(default: all)")
     add("--workers", type=number(int, 1, 9), default=8, metavar="W", help="1 to 8 (default: 8)")
     add("--steps", type=number(int, 1), default=160, help="(default: 160)")
     add("--small", action="store_true", help="three packages, fewer features and rows: a trial")
