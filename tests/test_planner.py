@@ -82,11 +82,11 @@ def test_seconds_are_those_of_alpha_beta_and_passes(optimizer):
             passes = {"dense": 2.3, "top 1/8": 16.8}.get(f.recipe.exchange, 9.3)
             seconds = messages * alpha + received / bandwidth + passes * 8 * size / 2.856e12
             first = f.recipe.warm * steps // 100
-            turns = first + math.ceil((steps - first) / f.recipe.every)
+            exchanges = first + math.ceil((steps - first) / f.recipe.every)
             assert f.exchange == pytest.approx(seconds)
-            assert f.step == pytest.approx(step + turns / steps * seconds)
+            assert f.step == pytest.approx(step + exchanges / steps * seconds)
             assert f.hours == pytest.approx(steps * f.step / 3600)
-            assert f.received == pytest.approx(turns / steps * received)
+            assert f.received == pytest.approx(exchanges / steps * received)
         hours = [f.hours for f in found.forecasts]
         assert hours == sorted(hours)
 

@@ -203,10 +203,10 @@ def plan(
             moved = moved._replace(received=others * moved.received)
             seconds += others * _POLL
             overlap = min(recipe.every - 1, math.ceil(seconds / step_seconds))
-        turns = recipe.exchanges(steps) / steps
-        step = step_seconds + turns * max(0.0, seconds - overlap * step_seconds)
+        exchanges = recipe.exchanges(steps) / steps
+        step = step_seconds + exchanges * max(0.0, seconds - overlap * step_seconds)
         cost, hours = recipe.costs[optimizer], steps * step / 3600
-        return Forecast(recipe, turns * moved.received, seconds, step, hours, cost, overlap)
+        return Forecast(recipe, exchanges * moved.received, seconds, step, hours, cost, overlap)
 
     dense = forecast(DENSE, False, 0.5 if dtype == "bfloat16" else 1.0)
     found = sorted(
