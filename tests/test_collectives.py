@@ -239,9 +239,10 @@ def test_what_finds_no_room_stays_and_is_counted(name, workers, codec):
         data = streams(kind, workers)
         room = {field: math.ceil(share * K / workers) for field, share in BOUNDED[name].items()}
         if name == "recursive_double":
-            room["needs"] = K
-        total, residual, overflow = run(name.split(",")[0], data, codec=codec, **room)
-        np.testing.assert_array_equal(total + residual.sum(0), data.dense().sum(0))
+            room["needs"] = K // 2
+        way = "shard_map" if workers == 3 else "vmap"
+        total, residual, overflow = run(name.split(",")[0], data, way, codec=codec, **room)
+        np.testing.assert_allclose(total + residual.sum(0), data.dense().sum(0), rtol=1e-6)
         if overflow == 0 and codec.is_exact:
             assert not residual.any()
         overflowed += overflow

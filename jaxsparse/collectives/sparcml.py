@@ -191,7 +191,7 @@ def split_allgather(
         messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
         return AllReduced(message_format.ranges(messages)[:size], residual[:size], overflow)
 
-    rooms = Rooms(message_format, -(-stream.capacity // workers), needs[0])
+    rooms = Rooms(message_format, -(-stream.capacity // (2 * workers)), needs[0])
     kept, entries = message_format.cut(total, rooms.room)
     counts = jnp.stack([entries, overflow + jnp.maximum(entries - rooms.room, 0)])
     ranges, seen, counts = rooms.exchange(
@@ -345,7 +345,7 @@ def recursive_double(
             sent = jnp.where(holds, of.rounded(x), x)
             left = residual + left_of(x, sent) / holders
             return receive(of, sent, of.unpack(send(of.pack(sent)))), left, counts
-        rooms = Rooms(of, k, needs[stage])
+        rooms = Rooms(of, -(-k // 2), needs[stage])
         kept, entries = of.cut(x, rooms.room)
         over = jnp.maximum(entries - rooms.room, 0)
         known = jnp.where(holds, counts.at[stage].set(entries).at[-1].add(over), counts)
@@ -358,6 +358,7 @@ def recursive_double(
         pairs = [(power + i, i) for i in range(extra)]
         fold = lambda of, x, arrived: jnp.where(rank < extra, of.combine(x, arrived), x)
         x, residual, counts = exchange(0, pairs, rank >= power, 1, fold)
+        counts = jnp.where(rank < power, counts, 0)  # they count with those that they are added to
     distance, stage = 1, int(extra > 0)
     while distance < power:
         pairs = [(i, i ^ distance) for i in range(power)]
