@@ -47,17 +47,23 @@ def cache_in(folder):
     }
 
 
-def run(script, *flags, cwd, rc=0, compiles_quickly=True, **settings):
-    """Runs an example. Returns its stdout, or its stderr if it has to fail."""
+def python(*command, rc=0, settings=(), **kwargs):
+    """Runs Python. Returns its stdout, or its stderr if it has to fail."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *map(str, flags)],
-        cwd=cwd,
-        env=ENV | {"COLUMNS": "80"} | (QUICK if compiles_quickly else {}) | settings,
+        [sys.executable, *map(str, command)],
+        env=ENV | dict(settings),
         capture_output=True,
         text=True,
+        **kwargs,
     )
     assert done.returncode == rc, done.stdout + done.stderr
     return done.stdout if rc == 0 else done.stderr
+
+
+def run(script, *flags, cwd, rc=0, compiles_quickly=True, **settings):
+    """Runs an example, as `python` does."""
+    settings = {"COLUMNS": "80"} | (QUICK if compiles_quickly else {}) | settings
+    return python(ROOT / "examples" / script, *flags, cwd=cwd, rc=rc, settings=settings)
 
 
 @contextlib.contextmanager

@@ -42,15 +42,9 @@ QUICK = ("spardl_adaptive", "warm_up", "delay")
 )
 def test_a_new_process_goes_on_with_the_same_bits(tmp_path, names):
     for what in ("straight", "resumed"):
-        done = subprocess.run(
-            [sys.executable, SCRIPT, what, tmp_path, *names],
-            env=ENV | cache_in(tmp_path),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{name} equal" for name in names]
+        settings = ENV | cache_in(tmp_path)
+        said = running.python(SCRIPT, what, tmp_path, *names, settings=settings, timeout=600)
+    assert said.splitlines() == [f"{name} equal" for name in names]
 
 
 @pytest.mark.slow

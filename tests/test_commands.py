@@ -4,8 +4,6 @@ import ast
 import json
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 import running
@@ -60,15 +58,8 @@ def commands(text):
 
 def answers(every):
     """What the scripts' parsers say to commands: see run_commands.py."""
-    done = subprocess.run(
-        [sys.executable, running.ROOT / "tests" / "run_commands.py"],
-        input=json.dumps(every),
-        env=running.ENV,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    script = running.ROOT / "tests" / "run_commands.py"
+    return json.loads(running.python(script, input=json.dumps(every)))
 
 
 @pytest.mark.slow

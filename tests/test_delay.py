@@ -2,8 +2,6 @@
 
 import functools
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -183,13 +181,7 @@ def test_the_compiled_exchange_depends_on_no_gradient(tmp_path):
     """Only the flag, which travels with the loss, does. Runs benchmarks/overlap.py as users do."""
     script = running.ROOT / "benchmarks" / "overlap.py"
     flags = ["--method", "sketched_sgd", "--width", "128", "--json", tmp_path / "result.json"]
-    done = subprocess.run(
-        [sys.executable, script, *flags],
-        env=running.ENV | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    running.python(script, *flags, settings={"JAX_PLATFORMS": "cpu"})
     modes = json.loads((tmp_path / "result.json").read_text())["modes"]
     bulk = {
         mode: [row["backward"] for row in found["collectives"] if row["operand_bytes"] > 12]

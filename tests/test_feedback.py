@@ -2,8 +2,6 @@
 
 import functools
 import math
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -351,11 +349,8 @@ def test_processes_lower_the_same_program():
     """Strings hash differently in each process, so none may go through names in a set's order."""
     texts = []
     for seed in "12":
-        env = running.ENV | running.QUICK | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-c", LOWERED]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        texts.append(done.stdout)
+        settings = running.QUICK | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+        texts.append(running.python("-c", LOWERED, settings=settings))
     assert len(texts[0]) > 10_000
     assert texts[0] == texts[1]
 

@@ -3,11 +3,9 @@
 import ast
 import pathlib
 import re
-import subprocess
-import sys
 import tomllib
 
-from running import ENV
+from running import python
 
 import jaxsparse
 
@@ -60,8 +58,7 @@ def test_public_names_exist():
 def test_packages_of_islands_are_imported_where_islands_are_used():
     """They are an extra: `pip install jaxsparse` has none of them."""
     code = "import sys, jaxsparse; print({'msgspec', 'obstore', 'safetensors'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
+    assert python("-c", code) == "set()\n"
 
 
 def _lax_names(source):

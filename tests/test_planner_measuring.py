@@ -1,17 +1,14 @@
 """What is measured: a network's two numbers, and DRAGONN's choice of tensors from T_comp."""
 
 import itertools
-import json
 import math
-import os
-import socket
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from running import ENV, in_processes
 from workers import mesh
 
 import jaxsparse
@@ -128,35 +125,21 @@ def test_what_can_not_be_measured_is_named(workers, settings, match):
 
 
 PROCESS = """
-import dataclasses, json, sys
 import jax
-jax.distributed.initialize({address!r}, num_processes=2, process_id=int(sys.argv[1]))
+jax.distributed.initialize()
 from jaxsparse import planner
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
-link = planner.measure_network(mesh, words=(1, 1000, 100_000), repeats=5, seconds=2)
-open(sys.argv[2], "w").write(json.dumps(dataclasses.asdict(link)))
+print(planner.measure_network(mesh, words=(1, 1000, 100_000), repeats=5, seconds=2))
 jax.distributed.shutdown()
 """
 
 
 @pytest.mark.slow
-def test_two_processes_agree(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        code = PROCESS.format(address=f"127.0.0.1:{free.getsockname()[1]}")
-    flags = "--xla_force_host_platform_device_count=2"
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    files = [tmp_path / f"{process}.json" for process in range(2)]
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, str(process), str(file)], env=env)
-        for process, file in enumerate(files)
-    ]
-    try:
-        assert [each.wait(timeout=100) for each in running] == [0, 0]
-    finally:
-        for each in running:
-            each.kill()
-    first, second = (json.loads(file.read_text()) for file in files)
+def test_two_processes_agree():
+    env = ENV | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+    _, lines = in_processes([sys.executable, "-c", PROCESS], 2, timeout=100, env=env)
+    first, second = ([x for x in each if x.startswith("Link(")] for each in lines)
+    assert len(first) == 1
     assert first == second
 
 
