@@ -179,38 +179,6 @@ def test_a_weight_that_has_left_the_range_still_counts(weight, sent, clock):
     assert [each.weight for each in one.rounds.decided(0).members] == [sent]
 
 
-def test_names_may_be_listed(clock):
-    """Messages of others are left out, and nobody goes by decisions that name them."""
-    store, listed = reference.Memory(), {"members": NAMES[:2]}
-    members, states = joined(store, NAMES[:2], clock, **listed)
-    with pytest.raises(ValueError, match=r"name='cork' is none of members=\['amsterdam', 'bergen'"):
-        reference.member(store, "cork", clock, **listed)
-    with pytest.raises(ValueError, match="members='cork' is a text: give a list of names"):
-        reference.member(store, "cork", clock, members="cork")
-    with pytest.raises(ValueError, match="quorum=3 is more than the 2 members"):
-        reference.member(store, "bergen", clock, quorum=3, **listed)
-    own = members[0].rounds
-    stranger = protocol.Rounds(
-        store, "cork", settings=own.settings, words=own.words, quorum=1, grace=0.0
-    )
-    stranger.life = "0"
-    words = np.zeros(own.words, np.uint32)
-    stranger.post(0, words, weight=1.0, digest="")
-    with pytest.warns(UserWarning, match=r"cork.0 is left out: 'cork' is none of members"):
-        states = ran(members, states, 1, np.ones((1, 2, 6)), clock)
-    assert [tuple(own.decided(0).lives), states[0].round] == [NAMES[:2], 1]
-    stranger.post(1, words, weight=1.0, digest="")
-    assert tuple(stranger.decide(1, 0.0).lives) == ("cork",)
-    with pytest.raises(UnreachableError, match="of round 1 that can't be read: 'cork' is none"):
-        own.decided(1)
-    # Without the list, or with another one, it is another run.
-    with (
-        pytest.raises(ValueError, match=r"holds no snapshot of this run: .* list of members"),
-        pytest.warns(UserWarning, match="list of members"),
-    ):
-        reference.member(store, "cork", clock).join(reference.start())
-
-
 def test_parameters_that_drifted_are_reloaded(clock):
     members, states = joined(reference.Memory(), NAMES[:3], clock)
     moves = np.random.default_rng(1).normal(size=(5, 3, 6))
@@ -578,7 +546,9 @@ def test_an_island_joins_by_the_newest_snapshot_that_is_whole(damage, clock):
     states = ran(members, states, 4, np.ones((4, 1, 6)), clock)
     assert store.names("snapshots") == ["00000002", "00000004"]
     newest = store.objects["snapshots/00000004"]
-    with_arrays = lambda body: record("snapshot", body, round=4, settings=members[0].settings)
+    with_arrays = lambda body: record(
+        "snapshot", body, round=4, settings=members[0].rounds.settings
+    )
     shared = Shared(states[0].params, states[0].outer)
     there = {path: np.asarray(x) for path, x in shared_leaves(shared)}
     store.objects["snapshots/00000004"] = {
@@ -603,7 +573,7 @@ def test_a_run_of_other_settings_is_refused(clock):
     joined(store, NAMES[:1], clock)
     other = reference.member(store, "new", clock, programs=reference.arithmetic("int8"))
     with (
-        pytest.warns(UserWarning, match="another model, exchange, optimizer or list"),
+        pytest.warns(UserWarning, match="another model, exchange or optimizer"),
         pytest.raises(ValueError, match="holds no snapshot of this run: its settings are"),
     ):
         other.join(reference.start())
@@ -857,7 +827,6 @@ WRONG = {
     "quorum": ({"quorum": 1.5}, "quorum=1.5 must be an int"),
     "overlap": ({"overlap": 2}, "overlap=2 must be less than every=2"),
     "grace": ({"grace": -1.0}, "grace=-1.0 must be a number of seconds"),
-    "members": ({"members": ["two"]}, r"name='one' is none of members=\['two'\]"),
     "several rounds": (
         {"exchange": jaxsparse.spardl(0.5, axis_name=None, is_dense=lambda *_: False)},
         "SparDL exchanges in several rounds",
@@ -977,7 +946,7 @@ def test_losses_and_broken_decisions_are_shown(tmp_path, capsys, clock):
         states = [one.finish(states[0], mine), two.finish(states[1], other)]
     first, *_, last = watch.read_history(store)[0]
     assert first.decision.waited == 10
-    assert first.received == 2 * 4 * one.words
+    assert first.received == 2 * 4 * one.rounds.words
     assert (first.losses, last.losses) == ({NAMES[0]: 4.5}, {})
     store.create("decisions/00000002", b"[red]")
     status, printed = shown(capsys, tmp_path)

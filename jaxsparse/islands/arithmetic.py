@@ -77,7 +77,8 @@ class Arithmetic:
         # The step may donate its own state.
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self._widen = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
-        self._put_back = jax.jit(functools.partial(put_back, params))
+        # A training state at the global parameters, without numbers that are not finite.
+        self.put_back = jax.jit(lambda worker, new: put_back(params, worker, new, jnp.bool_(True)))
         self._known: dict[Any, tuple[int, str]] = {}
         self.begin = jax.jit(self._begin)
         self.outer_step = jax.jit(self._outer_step)
@@ -224,10 +225,6 @@ class Arithmetic:
         values = [moved_on(i, g, origin) for i, g, origin in zip(places, globals_, origins)]
         finite = all_finite(values)
         return put_back(self.pick, replaced(worker, places, values), params, ~finite), finite
-
-    def put_back(self, worker: Any, params: Any) -> Any:
-        """A training state at the global parameters, without numbers that are not finite."""
-        return self._put_back(worker, params, jnp.bool_(True))
 
 
 def place_as(x: Any, like: Any) -> Any:

@@ -9,13 +9,12 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import hashlib
 import logging
 import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -109,7 +108,6 @@ class Member:
         grace: float,
         snapshots: int,
         weighted: bool = False,
-        members: Collection[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         beside: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
@@ -117,22 +115,10 @@ class Member:
         self.name = check_name(name)
         self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
         self.weighted, self._beside = weighted, beside
-        if isinstance(members, str):
-            raise ValueError(f"members={members!r} is a text: give a list of names")
-        self._members = None if members is None else frozenset(map(check_name, members))
-        if self._members is not None and name not in self._members:
-            raise ValueError(f"name={name!r} is none of members={sorted(self._members)}: add it")
-        if self._members is not None and quorum > len(self._members):
-            raise ValueError(
-                f"quorum={quorum} is more than the {len(self._members)} members: all would wait "
-                "for ever"
-            )
         self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
         self.reports: list[Report] = []  # of the last rounds
         self.totals = 0, 0, 0, 0  # rounds in which it counted, and sent; bytes sent, and received
         self._rounds: Rounds | None = None
-        self.settings, self.words = "", 0
-        self.keeps = True  # whether it keeps what has not been sent. Else it sends nothing late
         self.dtypes: Any = None
         self.has_joined = False  # whether this life has begun to train, and has not left
         self.is_restored = False  # whether it began from a saved state, whose debts stand
@@ -169,15 +155,9 @@ class Member:
         shared = self.arithmetic.start(own)
         picked = self.arithmetic.pick(own)
         self.dtypes = jax.tree.map(jnp.result_type, picked)
-        self.words, digest = self.arithmetic.describe(shared, picked)
-        self.keeps, self.is_restored = has_residual(shared), isinstance(state, IslandState)
-        # So that all islands agree on who may take part.
-        self.settings = digest if self._members is None else _digest_names(digest, self._members)
-        begins = {
-            "digest of exchange, optimizer and members": self.settings,
-            "round": "",
-            "steps": "",
-        }
+        words, digest = self.arithmetic.describe(shared, picked)
+        self.is_restored = isinstance(state, IslandState)
+        begins = {"digest of exchange and optimizer": digest, "round": "", "steps": ""}
         if isinstance(state, IslandState):
             begins |= {"round": f"{int(state.round)}", "steps": f"{int(state.steps)}"}
             picked = [picked, state.params]
@@ -187,11 +167,10 @@ class Member:
         self._rounds = Rounds(
             self.store,
             self.name,
-            settings=self.settings,
-            words=self.words,
+            settings=digest,
+            words=words,
             quorum=self.quorum,
             grace=self.grace,
-            allowed=self._members,
         )
         if isinstance(state, IslandState):
             joined = self._come_back(state, tries)
@@ -339,7 +318,7 @@ class Member:
                     trouble = not_shown(self.store, f"the snapshot of round {round} that it lists")
                     continue
                 try:
-                    arrays.extend(from_snapshot(data, round, self.settings, like))
+                    arrays.extend(from_snapshot(data, round, self.rounds.settings, like))
                     return round
                 except BrokenError as error:
                     text = f"the snapshot of round {round} is left out: {error}"
@@ -370,7 +349,7 @@ class Member:
     def snapshot(self, shared: Shared, round: int) -> bytes:
         """What `read_newest` reads, of the start of a round. Only the first process has it."""
         arrays = [(path, gather(x)) for path, x in shared_leaves(shared)]  # in all processes
-        return to_snapshot(round, self.settings, arrays) if is_first() else b""
+        return to_snapshot(round, self.rounds.settings, arrays) if is_first() else b""
 
 
 class Phase(enum.IntEnum):
@@ -430,8 +409,12 @@ class Exchange:
     @property
     def owed_weight(self) -> float:
         """The part of the weight of its steps that its next message still has."""
-        has_nothing = self.counted or self.was_sent or not self.member.keeps
-        return 0.0 if has_nothing else self.weight
+        return self.weight if self._owes else 0.0
+
+    @property
+    def _owes(self) -> bool:
+        """Whether something of its message is still to be sent: it was late, and kept it."""
+        return not (self.counted or self.was_sent) and has_residual(self.shared)
 
     def advance(self) -> bool:
         """Goes on as far as it can without waiting for others. Returns whether it is done.
@@ -452,8 +435,7 @@ class Exchange:
                 self._absorb(seen[0], self.half, seen[1])
             while (decision := lead(self.member.rounds.decided, self.round)) is not None:
                 self._absorb(decision, None, None)
-            owes = not (self.counted or self.was_sent) and self.member.keeps
-            if self.phase is Phase.LATE and owes:
+            if self.phase is Phase.LATE and self._owes:
                 self.half, self.words, self.posted_at = self.begin_idle(), None, None
                 self.phase = Phase.OWED
             else:
@@ -536,7 +518,7 @@ class Exchange:
         except GoneError:
             self._jump(decision, begun)
             return
-        like = [np.empty(member.words, np.uint32)] * len(decision.members)
+        like = [np.empty(member.rounds.words, np.uint32)] * len(decision.members)
         messages = np.stack(list(spread(self.messages or (), like)))
         half = self.begin_idle() if begun is None else begun
         counts = decision.lives.get(member.name) == member.life
@@ -555,7 +537,7 @@ class Exchange:
                 return
         round = decision.round + 1
         self._go_to(jax.tree.map(place_as, after, before), round, counts, begun, was_sent)
-        sent = 0 if waited is None else 4 * member.words
+        sent = 0 if waited is None else 4 * member.rounds.words
         told = tuple(decision.lives), counts, waited, messages.nbytes, sent, bool(applied)
         member.report(Report(decision.round, *told, self._digest_now()))
         if begun is not None:
@@ -689,9 +671,3 @@ class _Forward:
             self._behind += max(0.0, self._last - now)
             self._last = now
             return now + self._behind
-
-
-def _digest_names(settings: str, members: Collection[str]) -> str:
-    """Digest of settings and of who may take part."""
-    text = " ".join([settings, *sorted(members)])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -70,11 +70,10 @@ class Rounds:
         words: int,
         quorum: int,
         grace: float,
-        allowed: frozenset[str] | None = None,
     ) -> None:
         self.store, self.name, self.life = store, name, ""
         self.settings, self.words = settings, words
-        self.quorum, self.grace, self._allowed = quorum, grace, allowed
+        self.quorum, self.grace = quorum, grace
         self._good: dict[str, Read] = {}  # by key, of the round that is awaited
         # How often one was looked at that is not good, and why it is not.
         self._bad: dict[str, tuple[int, str]] = {}
@@ -143,16 +142,13 @@ class Rounds:
         if data is None:
             return None
         try:
-            decision = Decision.from_bytes(data, round, self.settings)[0]
-            for name in decision.lives:
-                self._check_name(name)
+            return Decision.from_bytes(data, round, self.settings)[0]
         except BrokenError as error:
             raise UnreachableError(
                 f"{self.store} shows a decision of round {round} that can't be read: {error}. "
                 f"Islands read it again. If {decision_key(round)} is broken in the store, delete "
                 "it: none has gone by it, and they decide anew"
             ) from None
-        return decision
 
     def _see_before(self, round: int) -> None:
         """Raises UnreachableError unless the store has what a decision of this round follows.
@@ -329,12 +325,7 @@ class Rounds:
         except BrokenError as error:
             self._bad[key] = looks + 1, str(error)
 
-    def _check_name(self, name: str) -> None:
-        if self._allowed is not None and name not in self._allowed:
-            raise BrokenError(f"{name!r} is none of members={sorted(self._allowed)}")
-
     def _check(self, data: bytes, round: int, name: str, life: str) -> Read:
-        self._check_name(name)
         message, body = Message.from_bytes(data, round, self.settings)
         if (message.name, message.life) != (name, life):
             raise BrokenError(f"it says that it is {message.name}.{message.life}")

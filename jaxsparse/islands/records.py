@@ -87,8 +87,7 @@ class Record(
         if settings is not None and record.settings != settings:
             raise ForeignError(
                 f"its settings are {record.settings[:64]!r}, and this run's are {settings!r}: "
-                "another model, exchange, optimizer or list of members, or another version "
-                "of JAX or jaxsparse"
+                "another model, exchange or optimizer, or another version of JAX or jaxsparse"
             )
         if record.round != round:
             raise BrokenError(f"it says that it is of round {record.round}")

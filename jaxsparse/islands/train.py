@@ -6,12 +6,13 @@ what counts, and computes the next round's parameters (`_absorb`, `Arithmetic.ou
 `overlap` more steps `_finish` takes these, with the moves made meanwhile (`Member.finish`).
 """
 
+import functools
 import math
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -67,19 +68,11 @@ class Islands:
     add them up in the decision's order, and give the mean to `optimizer`. So all have the same
     parameters, bit for bit, though none are sent.
 
-    An island that finds its round decided keeps its displacement in its residual, follows the
-    decisions that it missed, and sends what it owes in the round that is open then: nothing is
-    lost, only late. `join` reads the newest snapshot, and replays the decisions since. A thread
-    posts, waits, reads and adds up, while the island makes `overlap` more steps, and keeps what
-    they moved. The logger "jaxsparse.islands" has a line for each round. docs/islands.md has what
-    happens when something fails, and what a return costs.
-
-    An optimizer's count belongs to the island's own state: after joining with a fresh state it is
-    0. `round`, which all share, times `every` is the number to go by.
-
-    An island may be a `jax.distributed` job of its own, with parameters on a mesh of all of its
-    devices. All of its processes make an `Islands` with the same settings, and call `join`, steps
-    and `leave` alike. The first one talks to the store.
+    An island that is late keeps its displacement in its residual, and sends it in the round that
+    is open then. `join` reads the newest snapshot, and replays the decisions since. A thread
+    exchanges while the island makes `overlap` more steps, and keeps what they moved. The logger
+    "jaxsparse.islands" has a line for each round. docs/islands.md has what happens when something
+    fails, schedules, and islands of several processes.
 
     Quorum, grace and merging with weights are those of Decoupled DiLoCo (arXiv 2604.21428).
 
@@ -104,8 +97,6 @@ class Islands:
             thread, from a copy on the host.
         weighted: whether messages count by weights, which each call of a step gives, such as its
             number of tokens. All islands must agree.
-        members: names of the islands that may take part, the same on all of them. Messages of
-            others are left out, with a warning. None: all that use the same settings may.
         params: function that picks the parameters from a state, see `jaxsparse.LocalSteps`.
         loss: function that picks the loss, a scalar, from the second result of `step`. The means of
             rounds stand in the run's log, for `python -m jaxsparse islands`. None: no losses there.
@@ -137,7 +128,6 @@ class Islands:
         overlap: int = 0,
         snapshots: int = 10,
         weighted: bool = False,
-        members: Collection[str] | None = None,
         params: Select | None = None,
         loss: Callable[[Any], Any] | None = None,
         poll: float = 0.2,
@@ -183,13 +173,12 @@ class Islands:
             grace=grace,
             snapshots=snapshots,
             weighted=weighted,
-            members=members,
             beside=self._writer.start,
         )
         self._running: RunningExchange | None = None
         self._left: RunningExchange | None = None  # what `leave` did not wait for
         self._waiting = 0.0
-        self._round, self._has_joined = 0, False
+        self._round: int | None = None  # that it is in, once it has joined
         self._is_told = False  # whether it has warned that it can't join yet
         self._loss_of = loss
         self._losses: list[Any] = []  # of steps, none of which has to wait for it
@@ -220,7 +209,7 @@ class Islands:
         self._running = self._left = None
         self._is_told = False
         joined = self._member.join(state, self._settings, self._try)
-        self._round, self._has_joined = joined.round, True
+        self._round = joined.round
         return joined
 
     def _try(self, function: Callable[[], Any], at: Callable[[], Any] = lambda: None) -> Any:
@@ -261,14 +250,15 @@ class Islands:
         if weight is not None and not WEIGHTS[0] <= (weight := float(weight)) <= WEIGHTS[1]:
             raise ValueError(f"weight={weight} must lie in {list(WEIGHTS)}")
         if not isinstance(state, IslandState):
-            if self._has_joined:
+            if self._round is not None:
                 raise ValueError(
                     f"state is a {type(state).__name__}, but {self._member.name} has joined: give "
                     "the one that join or the last call returned"
                 )
             state = self.join(state)
         self._check(state)
-        worker, out = self._make_step(state.worker, batch)
+        step = self._step if self._is_checked else functools.partial(stepped, self._step)
+        (worker, out), self._is_checked = step(state.worker, batch), True
         if self._loss_of is not None:
             loss = self._loss_of(out)
             if jnp.shape(loss) != ():
@@ -307,12 +297,6 @@ class Islands:
                 f"the state is of round {state.round}, and {name} is in round {self._round}: give "
                 "the one that the last call returned. If an interrupt has lost that, join with this"
             )
-
-    def _make_step(self, worker: Any, batch: Any) -> tuple[Any, Any]:
-        if self._is_checked:
-            return self._step(worker, batch)
-        self._is_checked = True
-        return stepped(self._step, worker, batch)
 
     def leave(self, state: IslandState, patience: float | None = None) -> IslandState:
         """Ends training on this island: exchanges what it still has to say, and waits for that.
@@ -363,7 +347,7 @@ class Islands:
         return Status(
             member.name,
             member.life,
-            self._round,
+            self._round or 0,
             tuple(member.reports),
             *member.totals,
             self._waiting,
