@@ -54,11 +54,9 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = options().parse_args()
-    text = model.corpus()
-    length = 64
-    graphdef, params = nnx.split(
-        model.Transformer(args.width, 2, 4, length, nnx.Rngs(0)), nnx.Param
-    )
+    text, length = model.corpus(), 64
+    made = model.Transformer(args.width, 2, 4, length, nnx.Rngs(0))
+    graphdef, params = nnx.split(made, nnx.Param)
     tx = optax.adamw(args.lr, b2=0.95, weight_decay=0.1)
 
     def loss_of(params: Any, windows: jax.Array) -> jax.Array:
@@ -103,14 +101,8 @@ def main() -> None:
         jax.block_until_ready(loss)
         seconds = time.perf_counter() - began
         status = train.status()
-        note(
-            args.steps,
-            name=args.name,
-            life=status.life,
-            round=state.round,
-            steps=state.steps,
-            seconds=seconds,
-        )
+        made = {"round": state.round, "steps": state.steps, "seconds": seconds}
+        note(args.steps, name=args.name, life=status.life, **made)
         time.sleep(args.pause)
         # The thread may be a round ahead of the state.
         new = [report for report in status.rounds if told < report.round < state.round]

@@ -51,6 +51,18 @@ class TrainState(NamedTuple):
     loss: jaxsparse.PerWorker  # summed over the steps since the last point
 
 
+class Task(NamedTuple):
+    """A model to train, and how."""
+
+    args: argparse.Namespace
+    method: optax.GradientTransformation
+    loss_of: Callable[[Any, digits.Digits], jax.Array]
+    schedule: optax.Schedule
+    params: Any
+    batch: digits.Digits
+    mesh: Mesh
+
+
 class Training(NamedTuple):
     """A way to train: by exchanges of gradients, or of displacements."""
 
@@ -97,7 +109,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     try:
         method = make_method(args)
         make = exchanging_gradients if args.local_steps == 1 else exchanging_displacements
-        training = make(args, method, loss_of, schedule, params, first, mesh)
+        training = make(Task(args, method, loss_of, schedule, params, first, mesh))
     except ValueError as error:
         parser.error(f"--method {args.method}, --density, --compression, --hidden: {error}")
     state, moved = training.state, training.moved
@@ -164,16 +176,9 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         args.json.write_text(json.dumps(result, indent=2, default=str))
 
 
-def exchanging_gradients(
-    args: argparse.Namespace,
-    method: optax.GradientTransformation,
-    loss_of: Callable[[Any, digits.Digits], jax.Array],
-    schedule: optax.Schedule,
-    params: Any,
-    batch: digits.Digits,
-    mesh: Mesh,
-) -> Training:
+def exchanging_gradients(task: Task) -> Training:
     """Workers exchange gradients in each step."""
+    _, method, loss_of, schedule, params, batch, mesh = task
     tx = optax.chain(method, optax.sgd(schedule))
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -196,16 +201,9 @@ def exchanging_gradients(
     )
 
 
-def exchanging_displacements(
-    args: argparse.Namespace,
-    method: optax.GradientTransformation,
-    loss_of: Callable[[Any, digits.Digits], jax.Array],
-    schedule: optax.Schedule,
-    params: Any,
-    batch: digits.Digits,
-    mesh: Mesh,
-) -> Training:
+def exchanging_displacements(task: Task) -> Training:
     """Each worker trains alone for `--local-steps` steps, and then all exchange displacements."""
+    args, method, loss_of, schedule, params, batch, mesh = task
     tx = optax.sgd(schedule, momentum=args.momentum)
 
     def step(state: TrainState, batch: digits.Digits) -> tuple[TrainState, None]:

@@ -113,12 +113,12 @@ class Member:
     ) -> None:
         self.arithmetic, self.store, self.clock = arithmetic, store, _Forward(clock)
         self.name = check_name(name)
-        self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
-        self.weighted, self._beside = weighted, beside
+        self.every_snapshot, self.weighted, self._beside = snapshots, weighted, beside
         self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
         self.reports: list[Report] = []  # of the last rounds
         self.totals = 0, 0, 0, 0  # rounds in which it counted, and sent; bytes sent, and received
-        self._rounds: Rounds | None = None
+        # Of this life, see `join`.
+        self.rounds = Rounds(store, name, settings="", words=0, quorum=quorum, grace=grace)
         self.dtypes: Any = None
         self.has_joined = False  # whether this life has begun to train, and has not left
         self.is_restored = False  # whether it began from a saved state, whose debts stand
@@ -126,14 +126,9 @@ class Member:
         self._began = 0.0  # when the last exchange began, or the first steps
 
     @property
-    def rounds(self) -> Rounds:
-        assert self._rounds is not None, "join first"
-        return self._rounds
-
-    @property
     def life(self) -> str:
         """The word of this life, or "" before it joins."""
-        return "" if self._rounds is None else self._rounds.life
+        return self.rounds.life
 
     def join(
         self,
@@ -164,13 +159,13 @@ class Member:
         check_alike({**settings, **begins}, picked)
         # What was sent before is of a former life.
         self.has_joined = self.has_counted = False
-        self._rounds = Rounds(
+        self.rounds = Rounds(
             self.store,
             self.name,
             settings=digest,
             words=words,
-            quorum=self.quorum,
-            grace=self.grace,
+            quorum=self.rounds.quorum,
+            grace=self.rounds.grace,
         )
         if isinstance(state, IslandState):
             joined = self._come_back(state, tries)

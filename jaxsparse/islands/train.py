@@ -390,7 +390,7 @@ class Islands:
         """
         members = len(self._member.reports[-1].members) if self._member.reports else 0
         self._prepared.add(members)
-        if self._member.quorum <= (fewer := members - 1) and fewer not in self._prepared:
+        if self._member.rounds.quorum <= (fewer := members - 1) and fewer not in self._prepared:
             self._prepared.add(fewer)
             threading.Thread(
                 target=self._member.arithmetic.prepare,
