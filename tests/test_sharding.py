@@ -242,6 +242,7 @@ def test_per_worker_outputs_come_back_stacked(where):
     np.testing.assert_array_equal(out["mean"], 2.5)
 
 
+@pytest.mark.slow
 def test_gradients_at_replicated_parameters_would_be_summed_by_jax():
     # If this fails, `local` is no longer needed.
     def body(params, x):

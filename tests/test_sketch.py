@@ -551,7 +551,8 @@ def alone():
     return xs, each, list(map(jax.jit(each), xs))
 
 
-@pytest.mark.parametrize("how", some(["vmap", "shard_map", "invarying"], ["shard_map"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["vmap", "shard_map", "invarying"])
 def test_workers_get_what_one_alone_gets(how, alone):
     xs, each, expected = alone
     if how == "invarying":

@@ -127,6 +127,7 @@ def test_dense_leaves_and_the_flag_are_counted():
     assert moved.collectives[0].shapes == ("f32[202]",)
 
 
+@pytest.mark.slow
 def test_many_workers():
     reducer = SparCML(k=1, group_size=64, algorithm="ring")
     moved = traced_bytes(reducer, 4096, 128)

@@ -116,6 +116,7 @@ def test_a_trainer_restores_each_array_where_it_was(name, tmp_path):
         assert train(where, model, optimizer, 2) == after
 
 
+@pytest.mark.slow
 def test_a_loop_without_an_optimizer_object_gets_variables_back():
     where = mesh()
     with jax.set_mesh(where), jax.numpy_dtype_promotion("standard"):
