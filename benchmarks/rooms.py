@@ -64,7 +64,7 @@ def sums(name: str, share: float, workers: int, args: argparse.Namespace, text: 
     (needs,) = jax.tree.leaves(follow(reducer, workers, args, text))
     needs = np.asarray(needs)
     size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0, args.width)))
-    k, m = reducer.entries(size), -(-size // workers)
+    k, m = reducer.entries(size), reducer.deal(size, workers).range_size
     format_of = lambda most, of: MessageFormat(of, most, "sum", jnp.float32, reducer.codec)
     if name == "recursive_double":
         formats = [format_of(most, size) for most in _capacities(k, size, workers)]

@@ -24,14 +24,14 @@ WORKERS = (2, 3, 4, 5, 7, 8, 32)
 
 def ranges(size, workers):
     m = -(-size // workers)
-    return [range(min(size, w * m), min(size, (w + 1) * m)) for w in range(workers)]
+    return [np.arange(min(size, w * m), min(size, (w + 1) * m)) for w in range(workers)]
 
 
 def most(size, k, group_size, workers):
     """The most entries in a range, group by group."""
 
     def of(part):
-        return sum(min(k, count) for count in np.bincount(np.array(part, int) // group_size))
+        return sum(min(k, count) for count in np.bincount(part // group_size))
 
     return max(map(of, ranges(size, workers)))
 
@@ -72,19 +72,26 @@ def cut(x, room):
 
 
 def split_allgather(sent, room, entries, needs):
-    """Each owner delivers the sums that have room, and keeps the others."""
+    """Each owner delivers the sums that have room, and keeps the others.
+
+    Groups of 64 have owners in turn, if an owner has 16 of them or more.
+    """
     workers, size = sent.shape
     m = -(-size // workers)
+    parts = ranges(size, workers)
+    if m >= 16 * 64:
+        m = -(-size // (64 * workers)) * 64
+        parts = [np.flatnonzero(np.arange(size) // 64 % workers == w) for w in range(workers)]
     total, residual, overflow, need = sent.sum(0), np.zeros_like(sent), 0, 0
     most = min(m, workers * min(room, entries))
     room = room_for(needs[0], -(-entries // (2 * workers)), most, m)
-    for owner, part in enumerate(ranges(size, workers)):
-        own = total[part.start : part.stop].copy()
+    for owner, part in enumerate(parts):
+        own = total[part]
         need = max(need, np.count_nonzero(own))
         kept, count = cut(own, room)
         overflow += count
-        residual[owner, part.start : part.stop] = own - kept
-        total[part.start : part.stop] = kept
+        residual[owner, part] = own - kept
+        total[part] = kept
     return total, residual, overflow, [need]
 
 
@@ -136,6 +143,7 @@ ROWS = [
     ("recursive_double", 7, 900, "shard_map_unchecked"),
     ("recursive_double", 8, 40, "vmap"),
     ("split_allgather", 8, 1031, "shard_map"),
+    ("split_allgather", 3, 3200, "vmap"),
     ("split_allgather", 32, 2, "vmap"),  # sizes below W, and of less than a group
     ("split_allgather", 5, 31, "vmap"),
 ]
@@ -262,6 +270,8 @@ def test_auto_takes_the_least_time_and_the_simplest_within_a_tenth():
         k = int(rng.choice([1, 4, 32, 128]))
         reducer = SparCML(k, link=Link(alpha, 4 / beta))
         m, n = -(-size // W), reducer.entries(size)
+        if m >= 16 * 512:
+            m = -(-size // (512 * W)) * 512
         room = min(2 * reducer.capacity(size, W), m)
         sums = min(2 * math.ceil(size * (1 - (1 - n / size) ** W) / W), m)
         log = W.bit_length() - 1

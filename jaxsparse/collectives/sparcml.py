@@ -6,6 +6,7 @@ the quantised second half of section 6). A gather of all messages (TopkA) and th
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,35 @@ def room_in(name: str, capacity: int | None, most: int, op: Operation) -> int:
             "leave it None"
         )
     return min(static_count(name, capacity), most)
+
+
+class Deal(NamedTuple):
+    """Deals a vector's blocks to W workers in turn, so that their ranges are alike.
+
+    Ranges of consecutive elements are not: a whole one may lie in an embedding whose rows no batch
+    has, and all messages are as long as that of the fullest range.
+    """
+
+    size: int
+    workers: int
+    block: int  # elements
+
+    @property
+    def range_size(self) -> int:
+        """The number of elements of a worker's range, m."""
+        return -(-self.size // (self.block * self.workers)) * self.block
+
+    def deal(self, stream: SparseStream) -> SparseStream:
+        """The stream over a vector of W m elements in which each worker's blocks lie together."""
+        turn, inside = stream.indices // self.block, stream.indices % self.block
+        place = turn % self.workers * self.range_size + turn // self.workers * self.block + inside
+        is_empty = stream.indices >= self.size
+        return stream._replace(indices=jnp.where(is_empty, self.workers * self.range_size, place))
+
+    def undo(self, x: Array) -> Array:
+        """The vector of which `x`, with W m elements, is the dealt one."""
+        blocks = x.reshape(self.workers, self.range_size // self.block, self.block)
+        return blocks.swapaxes(0, 1).reshape(-1)[: self.size]
 
 
 def split_format(

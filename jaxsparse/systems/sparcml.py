@@ -1,6 +1,7 @@
 """SparCML (Renggli et al., SC 2019)."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from jaxsparse.arrays.settings import check_size
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.messages import MOST_STAGES, AllReduced, MessageFormat
 from jaxsparse.collectives.sparcml import (
+    Deal,
     all_gather_sum,
     dsar_split_allgather,
     recursive_double,
@@ -167,7 +169,7 @@ class SparCML(SeededReducer):
         Sums are those of random supports. Gradients overlap more, and room follows what sums need
         (at most 1.13 times that). Messages are dense where that is shorter.
         """
-        W, m, k = workers, -(-size // workers), self.entries(size)
+        W, m, k = workers, self.deal(size, workers).range_size, self.entries(size)
         union = lambda n: math.ceil(self.expected(size, n) - 1e-6)  # less what floats round
         words = lambda entries, of: MessageFormat(of, entries, "sum", jnp.float32, self.codec).words
         stages = range(W.bit_length() - 1)
@@ -176,7 +178,7 @@ class SparCML(SeededReducer):
             held = [1, *(min(2 ** (t + 1), W) for t in stages), W]
         counts = len(held) + 1  # what each stage needs, and what found no room
         doubled = [words(union(n), size) + counts for n in held]
-        first = words(min(m, self.capacity(size, W)), m)
+        first = words(self.capacity(size, W), m)
         second = words(-(-union(W) // W), m) + 2
         gather = rounds("all-gather", W)
         return {
@@ -193,8 +195,16 @@ class SparCML(SeededReducer):
         """E[K], the average number of entries in a sum of random supports (appendix B)."""
         return size * (1 - (1 - self.entries(size) / size) ** workers)
 
+    def deal(self, size: int, workers: int) -> Deal:
+        """Who owns which elements in "split_allgather": groups in turn, if there are enough."""
+        even = -(-size // workers)
+        return Deal(size, workers, self.group_size if even >= 16 * self.group_size else even)
+
     def capacity(self, size: int, workers: int) -> int:
-        """The most entries of a worker's stream in one owner's range of the split algorithms."""
+        """The most entries of a worker's stream in one owner's range of "split_allgather"."""
+        deal = self.deal(size, workers)
+        if deal.block == self.group_size:
+            return deal.range_size // deal.block * self.k
         return most_entries(size, self.k, self.group_size, workers)
 
     def all_reduce(
@@ -208,7 +218,6 @@ class SparCML(SeededReducer):
     ) -> AllReduced:
         """Sums the workers' streams by the algorithm of this name; `key` is for rounding."""
         workers = wire.axis_size(axis_name)
-        capacity = self.capacity(size, workers)
         algorithms: dict[str, Callable[..., AllReduced]] = {
             "recursive_double": recursive_double,
             "split_allgather": split_allgather,
@@ -218,17 +227,23 @@ class SparCML(SeededReducer):
         }
         extra: dict[str, dict[str, Any]] = {
             "recursive_double": {"needs": needs},
-            "split_allgather": {"capacity": capacity, "needs": needs},
+            "split_allgather": {"capacity": self.capacity(size, workers), "needs": needs},
             "dsar_split_allgather": {
-                "capacity": capacity,
+                "capacity": most_entries(size, self.k, self.group_size, workers),
                 "quantizer": self.quantizer,
                 "key": key,
             },
             "all_gather": {"distinct": True},
         }
-        return algorithms[name](
-            stream, size, axis_name=axis_name, codec=self.codec, **extra.get(name, {})
+        run = functools.partial(
+            algorithms[name], axis_name=axis_name, codec=self.codec, **extra.get(name, {})
         )
+        if name != "split_allgather":
+            return run(stream, size)
+        deal = self.deal(size, workers)
+        result = run(deal.deal(stream), workers * deal.range_size)
+        total, residual = deal.undo(result.total), deal.undo(result.residual)
+        return result._replace(total=total, residual=residual)
 
 
 @dataclasses.dataclass(frozen=True)
