@@ -128,9 +128,8 @@ def main() -> None:
     add("--rates", type=float, nargs="+", default=[0.03, 0.1])
     add("--l2", type=float, default=0.01)
     add("--seeds", type=int, default=5)
-    add("--json", metavar="FILE")
     args = parser.parse_args()
-    where = timing.where()
+    timing.where()
     found: dict[tuple[str, str], list[list[float]]] = {}
     for batch, rate in itertools.product(args.batches, args.rates):
         setting = f"{f'batch {batch}' if batch else 'full batch'}, rate {rate:g}"
@@ -140,8 +139,6 @@ def main() -> None:
             found[name, setting] = runs
             print(setting, name, *(f"{end:.2g}" for end in sorted(floors(runs))), flush=True)
     print(table(found))
-    norms = {f"{name}, {setting}": runs for (name, setting), runs in found.items()}
-    timing.save({**where, **vars(args), "norms": norms}, args.json)
 
 
 if __name__ == "__main__":

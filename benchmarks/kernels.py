@@ -4,10 +4,9 @@
     python benchmarks/kernels.py sketch
     python benchmarks/kernels.py decode
 
-The floor is a jitted `x * 2` into its own buffer (donated). Into a fresh one it mostly times page
-faults on a CPU. Runs of all operations are interleaved, so that a noisy machine slows all alike.
-Compare ratios, not times. Energy is the sum of squares of the kept entries, over that of the same
-number of largest entries.
+The floor is a jitted `x * 2` into its own buffer (donated). Runs of all operations are interleaved,
+so that a noisy machine slows all alike. Compare ratios, not times. Energy is the sum of squares of
+the kept entries, over that of the same number of largest entries.
 
 `decode` times sparse against dense decoding of all workers' messages (DRAGONN, section 4.3): the
 one adds the entries of all W messages to one dense array, the other makes a dense array of each and
@@ -19,7 +18,6 @@ each entry from a cost of each worker.
 import argparse
 import functools
 import itertools
-import re
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -64,12 +62,9 @@ def selections(x: jax.Array, density: float) -> tuple[Runs, Energies]:
         "slot_max": (k, lambda: select.slot_max(x, k)),
     }
     if size <= _SLOW:
-        # With so many entries 16 k > size, where fast_top_k is exact.
-        many = size // 16 + 1
         found |= {
             "top_k": (k, lambda: select.top_k(x, k)),
             "top_k as group": (by_group, lambda: select.top_k(x, by_group)),
-            "fast_top_k exact": (many, lambda: select.fast_top_k(x, many)),
         }
     energy = {
         name: float(jnp.sum(run().values ** 2) / jnp.sum(magnitudes[:count] ** 2))
@@ -104,12 +99,9 @@ def sketches(x: jax.Array, density: float) -> tuple[Runs, Energies]:
     size, k = x.size, max(1, int(density * x.size))
     spec = sketch.SketchSpec(5, max(1, size // 64))
     table = sketch.encode(x, spec)
-    fresh = jax.jit(lambda x: x * 2)
     choose = lambda: sketch.heavy_hitters(table, spec, size, k)
     runs: Runs = {
-        "x * 2 fresh": lambda: fresh(x),
         "encode": lambda: sketch.encode(x, spec),
-        "merge": lambda: sketch.merge(table, table),
         "decode": lambda: sketch.decode(table, spec, size),
         "heavy_hitters": choose,
     }
@@ -162,13 +154,6 @@ def messages_of(workers: int, k: int, size: int) -> jax.Array:
     return jnp.asarray(np.concatenate([indices, values], axis=1))
 
 
-def copies(compiled: str, size: int) -> int:
-    """Number of copies of a vector of `size` floats outside the entry computation: in a loop."""
-    computations = re.split(r"\n(?=\S)", compiled)
-    bodies = [text for text in computations if not text.startswith("ENTRY")]
-    return sum(len(re.findall(rf"= f32\[{size}\]\S* copy\(", text)) for text in bodies)
-
-
 def fit(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Non-negative coefficients of least relative squares: the best of all subsets of columns."""
     a = columns / seconds[:, None]
@@ -186,13 +171,12 @@ def fit(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 def decoding(size: int, workers: list[int], repeats: int) -> None:
     """Times of both decodings, and a fit of each."""
     print(f"{'density':>8} {'W':>3} {'W m':>9} {'sparse ms':>10} {'dense ms':>9} {'ratio':>6}")
-    results, copied = list[dict[str, Any]](), 0
+    results = list[dict[str, Any]]()
     for density, count in itertools.product((0.001, 0.01), workers):
         k = entries(density, size)
         parcel = MessageFormat(size, k, "sum", jnp.float32, codecs.COO)
         sparse, dense = jax.jit(parcel.merge_all), jax.jit(functools.partial(decode_dense, parcel))
         messages = messages_of(count, k, size)
-        copied += copies(sparse.lower(messages).compile().as_text() or "", size)
         np.testing.assert_allclose(sparse(messages), dense(messages), atol=1e-4)
         some = {"sparse": lambda: sparse(messages), "dense": lambda: dense(messages)}  # noqa: B023
         seconds = {name: min(x) for name, x in timing.interleaved(some, repeats).items()}
@@ -212,7 +196,6 @@ def decoding(size: int, workers: list[int], repeats: int) -> None:
             f"{name}: {first:.3f} ns an element, {entry:.3f} an entry, {each:.4f} an element and "
             f"worker; off by a factor of {off:.2f}"
         )
-    print(f"copies of the dense array within sparse decoding's loops: {copied}")
 
 
 def main() -> None:

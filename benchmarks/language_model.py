@@ -14,7 +14,6 @@ import argparse
 import ast
 import collections
 import functools
-import json
 import re
 import sysconfig
 import time
@@ -293,7 +292,6 @@ def main() -> None:
     add("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="(default: 0)")
     add("--workers", type=int, default=8, metavar="W", help="emulated devices (default: 8)")
     add("--small", action="store_true", help="a tiny model of the reference manual, in seconds")
-    add("--json", type=Path, metavar="FILE", help="also write the rows here")
     args = parser.parse_args()
     vars(args).update(SMALL if args.small else SIZES)
     texts = load(args.vocabulary, args.small)
@@ -315,8 +313,6 @@ def main() -> None:
         rows[name] = train(methods[name], texts, mesh, args)
         print(*cells(name, rows[name]), sep=", ", flush=True)
     print("\n".join(aligned([HEADS, *(cells(*row) for row in rows.items())], right=range(1, 7))))
-    if args.json:
-        args.json.write_text(json.dumps({"settings": vars(args), "rows": rows}, default=str))
 
 
 if __name__ == "__main__":

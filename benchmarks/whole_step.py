@@ -147,7 +147,6 @@ def parse_args() -> argparse.Namespace:
     add("--repeats", type=int, default=7, help="timed steps of each system (default: 7)")
     add("--compilations", type=int, default=2, help="of which the least is told (default: 2)")
     add("--only-compile", action="store_true", help="no steps are run")
-    add("--json", metavar="FILE", help="also write all results here")
     return parser.parse_args()
 
 
@@ -157,16 +156,14 @@ def main() -> None:
     flag = f" --xla_force_host_platform_device_count={args.workers}"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flag
     jax.config.update("jax_enable_compilation_cache", False)
-    where = timing.where()
+    timing.where()
     print(f"d = {args.size}, {args.workers} workers, medians of {args.repeats} steps")
     mesh = jax.make_mesh((args.workers,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     columns = {k: v for k, v in COLUMNS.items() if not args.only_compile or k in list(COLUMNS)[:5]}
     print(timing.head(*columns))
-    results = []
     for name in args.systems:
-        results.append(measure(name, mesh, args))
-        print(timing.row(*(form.format(results[-1][x]) for x, form in columns.items())), flush=True)
-    timing.save({**where, "arguments": vars(args), "results": results}, args.json)
+        row = measure(name, mesh, args)
+        print(timing.row(*(form.format(row[key]) for key, form in columns.items())), flush=True)
 
 
 if __name__ == "__main__":

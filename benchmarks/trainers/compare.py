@@ -30,9 +30,6 @@ from jax.sharding import AbstractMesh
 import jaxsparse
 
 HERE = Path(__file__).parent
-# A trainer that makes its own gradients has a name replaced, and the rows of what it shows joined.
-MOST_LINES = {"kauldron_tiny": 14, "tunix_qwen3": 11, "keras_fit": 23}
-MOST_LINES |= {"maxtext_train": 13, "maxtext_local": 13}
 TOLERANCE = 1e-6  # relative tolerance of losses
 # The exchange of all scripts, and what replaces it.
 IN_FOUR_BITS = "jaxsparse.spardl(DENSITY", 'jaxsparse.quantized("int4"'
@@ -259,8 +256,8 @@ def main() -> None:
             far = furthest(each.losses, original.losses)
             print(f"| {title} | {losses} | {far:.1e} | {moved} |", flush=True)
         is_like = name in UNLIKE or furthest(full.losses, original.losses) <= TOLERANCE
-        failed |= added(script) > MOST_LINES.get(name, 8) or not is_like
-    sys.exit("losses differ, or too many lines were added" if failed else 0)
+        failed |= not is_like
+    sys.exit("losses differ" if failed else 0)
 
 
 if __name__ == "__main__":
