@@ -206,7 +206,8 @@ def test_where_all_are_alike_k_are_kept():
 
 
 def same_as_a_sort(kept, x, k, name=None):
-    wanted = [i for i in largest(x, k) if bits(x)[i] > 0]
+    wanted = largest(x, k)
+    wanted = wanted[bits(x)[wanted] > 0]
     entries = distinct(kept, x.size)
     assert set(entries.tolist()) == set(wanted), name
     filled = np.asarray(kept.indices) < x.size
