@@ -28,6 +28,7 @@ from jaxsparse.arrays.printing import aligned
 from jaxsparse.collectives.messages import MessageFormat, Rooms, ladder
 from jaxsparse.collectives.sparcml import _capacities
 from jaxsparse.systems import SparCML, SparDL
+from jaxsparse.systems.sparcml import Algorithm
 
 
 def follow(reducer: Any, workers: int, args: argparse.Namespace, text: jax.Array) -> Any:
@@ -58,7 +59,7 @@ def paid(widest: MessageFormat, least: int, need: int) -> int:
     return 2 * room if 2 * room < widest.size else widest.size
 
 
-def sums(name: str, share: float, workers: int, args: argparse.Namespace, text: Any) -> Any:
+def sums(name: Algorithm, share: float, workers: int, args: argparse.Namespace, text: Any) -> Any:
     """A row for one of SparCML's sums: words in units of k."""
     reducer = SparCML(round(512 * share), algorithm=name)
     (needs,) = jax.tree.leaves(follow(reducer, workers, args, text))
@@ -77,7 +78,7 @@ def sums(name: str, share: float, workers: int, args: argparse.Namespace, text: 
     words = lambda entries, of: min(2 * entries, of.size)
     part = 1 if name == "recursive_double" else workers
     union = lambda n: reducer.expected(size, n) / part
-    total = {"needed": 0.0, "paid": 0.0, "random": 0.0, "all": 0.0}
+    total: dict[str, Any] = {"needed": 0.0, "paid": 0.0, "random": 0.0, "all": 0.0}
     steps = range(args.steps // 2, args.steps)
     for stage, (of, n) in enumerate(zip(formats, held, strict=True)):
         of_steps = [int(needs[t, stage]) for t in steps]
@@ -122,18 +123,15 @@ def main() -> None:
     args = parser.parse_args()
     text, _ = task.words()
     cells = [(share, workers) for share in args.densities for workers in args.workers]
-    found = [
-        sums(name, *cell, args, text)
-        for cell in cells
-        for name in ("recursive_double", "split_allgather")
-    ]
+    names: tuple[Algorithm, ...] = ("recursive_double", "split_allgather")
+    found = [sums(name, *cell, args, text) for cell in cells for name in names]
     found += [teams(share, args, text) for share in args.densities]
     keys = ("sum", "share", "workers", "needed", "paid", "random", "all")
     lines = [keys, *(tuple(str(row.get(key, "")) for key in keys) for row in found)]
     print("\n".join(aligned(lines, right=range(1, 7))))
     if args.json:
-        text = json.dumps({**timing.where(), "steps": args.steps, "rows": found}, indent=1)
-        Path(args.json).write_text(text + "\n")
+        rows = {**timing.where(), "steps": args.steps, "rows": found}
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
