@@ -42,11 +42,11 @@ _ONE_DEVICE = (
 # Suites of tests, the most telling first.
 SUITES: dict[str, list[str]] = {
     "forms": [
-        *("tests/test_gpu_forms.py", "--slow", "--thorough"),
+        *("tests/test_gpu_forms.py", "--slow"),
         *("-k", "not only_the_seed_may_vary"),
     ],
     "contract": [
-        *("tests/test_replicas_repeat.py", "tests/test_contract.py", "--slow", "--thorough"),
+        *("tests/test_replicas_repeat.py", "tests/test_contract.py", "--slow"),
         *("-k", "bitwise or among_simulated"),
     ],
     "select": [
