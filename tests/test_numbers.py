@@ -63,7 +63,7 @@ def pages():
     gain = lambda name: hosts["dense", 16_000_000, 0.01] / hosts[name, 16_000_000, 0.01]
     cml = lambda name, share=0.1: hosts["dense", 10**6, 0.1] / hosts[name, 10**6, share]
     ms = {x: y["ms"][3] for x, y in load("results/gpu")["kernels"].items()}  # at 2^27
-    right, sent = ({x["method"]: of(x) for x in load("results/quantized")["results"]} for of in (lambda x: 100 * np.mean(x["accuracy"]), lambda x: x["words"]))
+    sent = {x["method"]: x["words"] for x in load("results/quantized")["results"]}
     quick = lambda x: (f"{x['train_loss'][0]:.4f}", f"{100 * x['test_accuracy'][0]:.1f} %", f"{x['received_bytes']:,.0f}", f"{x['compression']:.0f}x")
     tried = load("results/quickstart")["methods"]
     s1, a1, m1, s2, a2, m2 = (ended(x, y) for x in ("1m", "136k") for y in (SIGNS, ADAMW, MUON))
