@@ -2,7 +2,7 @@ r"""Sketched-SGD's headline in small: does a sketch train as well as true top-k,
 
     python benchmarks/sketched_training.py --json benchmarks/results/sketched_training.json
     python benchmarks/sketched_training.py --json FILE --shares --steps 400
-    python benchmarks/sketched_training.py --json FILE --turns --steps 9600
+    python benchmarks/sketched_training.py --json FILE --turns --steps 9600 --figure FIGURE
     python benchmarks/sketched_training.py --json FILE --workers 1 4 64 256 --windows 256 \
         --width 32 --steps 50 --first 0.2 --only "sketched 10x" "local top-k 10x"
 
@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot
 import numpy as np
 import optax
 import rates
@@ -282,6 +283,25 @@ def sizes(args: argparse.Namespace) -> dict[str, int]:
     return {"steps": args.steps, "windows": args.windows, "width": args.width}
 
 
+def draw(path: str, chosen: dict[str, Row], args: argparse.Namespace, file: File) -> None:
+    """The training loss of each row's best rate against steps, a band for its seeds."""
+    figure, axes = matplotlib.pyplot.subplots(figsize=(8, 4.5))
+    for name in chosen:
+        wanted = {"row": name, **sizes(args)}
+        runs = [run for run in file.runs if wanted.items() <= run.items()]
+        best = min(
+            (run for run in runs if run["seed"] == args.seeds[0]), key=lambda r: r["held_out"]
+        )
+        losses = np.array([run["losses"] for run in runs if run["rate"] == best["rate"]])
+        steps = args.steps * (np.arange(losses.shape[1]) + 0.5) / losses.shape[1]
+        label = f"{name}: {len(losses)} seeds, rate {best['rate']:g}"
+        (line,) = axes.plot(steps, losses.mean(0), label=label)
+        axes.fill_between(steps, losses.min(0), losses.max(0), alpha=0.2, color=line.get_color())
+    axes.set(xlabel="steps", ylabel="training loss, nats a word", ylim=(None, 3.4))
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
 Lines = Iterator[tuple[str, ...]]
 
 
@@ -343,6 +363,7 @@ def main() -> None:
     add("--turns", action="store_true", help="the rows that long runs decide instead")
     add("--shares", action="store_true", help="the rows of the paper's figure 3 instead")
     add("--workers", type=int, nargs="+", help="see above")
+    add("--figure", metavar="FILE", help="where to draw losses against steps")
     args = parser.parse_args()
     file, data = File(args.json), words()
     size = sum(x.size for x in init(0, args.width).values())
@@ -352,6 +373,8 @@ def main() -> None:
     print(f"{size:,} parameters, {len(data[0]):,} words to train on")
     lines = (scaled if args.workers else compare)(chosen, args, data, file)
     print("\n".join(aligned(list(lines), right=range(1, 6))))
+    if args.figure:
+        draw(args.figure, chosen, args, file)
 
 
 if __name__ == "__main__":
