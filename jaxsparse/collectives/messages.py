@@ -231,7 +231,8 @@ class Rooms:
                 rooms[len(self.formats) - 1 :] = [widest.size]
                 break
         bounds = jnp.array(rooms, jnp.int32)
-        need = jnp.where(need > 0, need + need // _SPARE, rooms[-1])
+        spare = jnp.minimum(need // _SPARE, rooms[-1] - need)  # their sum may not overflow
+        need = jnp.where(need > 0, need + spare, rooms[-1])
         self._rung = jnp.sum(need > bounds[:-1])
         self.room = bounds[self._rung]
 
