@@ -6,7 +6,7 @@ from unittest import mock
 
 from jaxsparse.comm import wire
 
-NAMES = ("psum", "pmax", "all_gather", "permute", "all_to_all", "reduce_scatter")
+NAMES = ("psum", "pmax", "all_gather", "permute", "all_to_all")
 
 
 class Message(NamedTuple):

@@ -241,13 +241,6 @@ def all_to_all(x: Array, axis_name: str | None) -> Array:
     return _from_bits(moved, x.dtype)
 
 
-def reduce_scatter(x: Array, axis_name: str | None) -> Array:
-    """Worker j receives the sum over workers of row j of `x`: shape x.shape[1:]."""
-    if axis_name is None:
-        return x[0]
-    return jax.lax.psum_scatter(x, axis_name, scatter_dimension=0, tiled=False)
-
-
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Divides the workers of an axis into groups of `size`, which all communicate alike.
