@@ -11,6 +11,7 @@ from jaxsparse.quantize import Format
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.systems import Quantized
 from jaxsparse.systems.ok_topk import OkTopk
+from jaxsparse.systems.s2_reducer import S2
 from jaxsparse.systems.sketched_sgd import SketchedSGD
 from jaxsparse.systems.sparcml import SparCML
 from jaxsparse.systems.spardl import SparDL
@@ -66,6 +67,9 @@ def budget(cell: Cell, workers: int) -> Reducer:
             return dataclasses.replace(usual, capacity_factor=float(way))
         if isinstance(usual, Quantized) and name == "quantized":
             return dataclasses.replace(usual, quantizer=Format(way))  # type: ignore[arg-type]
+        if isinstance(usual, S2):
+            sizing: Any = way
+            return dataclasses.replace(usual, sizing=sizing)
         if isinstance(usual, SparCML):
             more: Any = {"algorithm": way, "bits": int(bits) if bits else None}
             return SparCML(usual.k, usual.group_size, **more)
@@ -76,8 +80,8 @@ def budget(cell: Cell, workers: int) -> Reducer:
             return dataclasses.replace(usual, teams=int(way), gather=gather)
     raise ValueError(
         f"system {cell.system!r} is unknown: only sketched_sgd:COMPRESSION, "
-        "ok_topk:CAPACITY_FACTOR, quantized:FORMAT, sparcml:ALGORITHM[:BITS] and "
-        "spardl:TEAMS:GATHER have settings in their names"
+        "ok_topk:CAPACITY_FACTOR, quantized:FORMAT, s2_reducer:SIZING, sparcml:ALGORITHM[:BITS] "
+        "and spardl:TEAMS:GATHER have settings in their names"
     )
 
 
