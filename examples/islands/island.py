@@ -101,8 +101,8 @@ def main() -> None:
         jax.block_until_ready(loss)
         seconds = time.perf_counter() - began
         status = train.status()
-        made = {"round": state.round, "steps": state.steps, "seconds": seconds}
-        note(args.steps, name=args.name, life=status.life, **made)
+        progress = {"round": state.round, "steps": state.steps, "seconds": seconds}
+        note(args.steps, name=args.name, life=status.life, **progress)
         time.sleep(args.pause)
         # The thread may be a round ahead of the state.
         new = [report for report in status.rounds if told < report.round < state.round]
