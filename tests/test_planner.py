@@ -91,6 +91,30 @@ def test_seconds_are_those_of_alpha_beta_and_passes(optimizer):
         assert hours == sorted(hours)
 
 
+def test_computing_was_predicted_on_real_gpus():
+    """Four hosts with an L40S each, measured by others: see benchmarks/planning.md."""
+    text = (BENCHMARKS / "planning.md").read_text().split("| H | 50 Mbit/s")[1]
+    rows = [line.split("|")[1:-1] for line in text.splitlines()[2:6]]
+    size, step, ratios = 30_800_000, 0.026, []
+
+    def computing(exchange, every, bits, passes):
+        messages, received = moved_by(exchange, size, 0, 4)
+        seconds = messages * 50e-6 + received / (bits / 8) + passes * 8 * size / 864e9
+        return 100 * step / (step + seconds / every)
+
+    for every, *cells in rows:
+        for bits, cell in zip((50e6, 200e6, 1e9, 5e9), cells, strict=True):
+            published, told = map(float, cell.split("/"))
+            assert told == pytest.approx(computing("dense", int(every), bits, 2.3), abs=0.0051)
+            ratios.append(told / published)
+    few, most, middle = min(ratios), max(ratios), float(np.median(ratios))
+    for exchange, shares in {"int4": (0.7, 18, 81, 99), "sign": (2.6, 46, 94, 99.6)}.items():
+        for every, bits, share in zip((1, 8, 32, 128), (50e6, 200e6, 1e9, 5e9), shares):
+            assert share == pytest.approx(computing(exchange, every, bits, 9.3), rel=0.02)
+    assert (few, most) == pytest.approx((0.86, 1.27), abs=0.02)
+    assert middle == pytest.approx(1.03, abs=0.01)
+
+
 def test_an_islands_exchange_goes_through_a_store():
     islands, every, step = 4, 10, 0.5
     link = Link(0.02, 1e6)
