@@ -72,6 +72,8 @@ def pages():
     DSAR, PACKED, TEN = "sparcml:dsar_split_allgather", "ok_topk_packed", "10 local steps, mean"
     tables = {x["name"].removeprefix("table in "): x for x in load("results/sketch_dtypes")["results"]}
     narrow = [100 * tables[x][key] for x in ("float32", "bfloat16", "float16") for key in ("right", "deviation")]
+    held = {(x["sum"], x["share"], x["workers"]): x for x in load("results/rooms")["rows"]}
+    room = lambda name: [held[name, share, 8][x] for x in ("paid", "needed") for share in (0.01, 0.1)]
     SKETCHED = "sketched_sgd(10)", "random-k, k=2345", "true top-k, k=586", "dense"
     cost, behind = lambda *names: [loss(x) - loss("dense") for x in names], lambda *names: [loss(f"{x}, behind Adam") for x in names]
     SIDE = {  # rows of a table: what exchanges the text's gradients and those of digits
@@ -118,6 +120,7 @@ def pages():
         ("40 % less time (", ".0f", *host("s2_reducer", "omni_reduce")),
         ("`sparse_all_gather` takes", ".0f", *host("sparse_all_gather")), ("`sparcml` takes", ".0f", *host("sparcml")),
         ("sum in 4 bits is", ".1f", cml(f"{DSAR}:4"), cml("qsgd")),
+        ("on a net's gradients", ".1f", *room("recursive_double")), ("sparse split: 3.5 to 16 k at W = 8", ".1f", *room("split_allgather")),
         ("alone: on 8 hosts", ".1f", cml(RD, 0.01), cml(AG, 0.01)), ("of 1M elements;", ".0f", cml(RD, 0.001), cml(AG, 0.001)),
         ("gains a constant factor at most", ".1f", cml(DSAR, 0.01)),
         ("as dense on digits,", "", *two(*cost(*(f"SparCML, {x} of 512, behind Adam" for x in (8, 16)))), *three(loss("dense"))), ("`group_top_k` takes", ".2f", ms["group_top_k"]),
