@@ -2,7 +2,7 @@ r"""Sketched-SGD's headline in small: does a sketch train as well as true top-k,
 
     python benchmarks/sketched_training.py --json benchmarks/results/sketched_training.json
     python benchmarks/sketched_training.py --json FILE --shares --steps 400
-    python benchmarks/sketched_training.py --json FILE --turns --steps 9600 --figure FIGURE
+    python benchmarks/sketched_training.py --json FILE --long --steps 9600 --figure FIGURE
     python benchmarks/sketched_training.py --json FILE --workers 1 4 64 256 --windows 256 \
         --width 32 --steps 50 --first 0.2 --only "sketched 10x" "local top-k 10x"
 
@@ -97,10 +97,10 @@ def shares(size: int) -> dict[str, Row]:
     return found
 
 
-def turns(size: int) -> dict[str, Row]:
-    """What sixty turns decide: the default at 20x, and Table 1's 40x of a transformer in its shape.
+def long_runs(size: int) -> dict[str, Row]:
+    """Rows for runs in which each entry is sent some sixty times, which takes 60 d / k steps.
 
-    A turn is as many steps as deliver as many entries as there are parameters: d / k of them.
+    They are the default at 20x and, in its own shape, the 40x of Table 1's transformer.
     """
     made, k = rows(size), size // 900
     cols, rows_, P = round(1.8 * k), 15, 16
@@ -360,15 +360,15 @@ def main() -> None:
     add("--first", type=float, default=0.1, metavar="RATE", help="the first rate to try")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--only", nargs="+", metavar="ROW", help="rows by name; default: all")
-    add("--turns", action="store_true", help="the rows that long runs decide instead")
+    add("--long", action="store_true", help="the rows for long runs instead")
     add("--shares", action="store_true", help="the rows of the paper's figure 3 instead")
     add("--workers", type=int, nargs="+", help="see above")
     add("--figure", metavar="FILE", help="where to draw losses against steps")
     args = parser.parse_args()
     file, data = File(args.json), words()
     size = sum(x.size for x in init(0, args.width).values())
-    made = rows(size) | shares(size) | turns(size)
-    group = shares if args.shares else turns if args.turns else rows
+    made = rows(size) | shares(size) | long_runs(size)
+    group = shares if args.shares else long_runs if args.long else rows
     chosen = {name: made[name] for name in args.only or group(size)}
     print(f"{size:,} parameters, {len(data[0]):,} words to train on")
     lines = (scaled if args.workers else compare)(chosen, args, data, file)

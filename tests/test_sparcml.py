@@ -191,6 +191,13 @@ def test_entries_always_find_room():
         assert not np.any(reduced.info.overflow)
 
 
+def test_no_index_of_a_dealt_vector_exceeds_an_int32():
+    for size, block in ((2**31 - 4096, 512), (2**31 - 8, 2**28 - 1)):  # 8 times 2**28 is too much
+        deal = SparCML(4, 512).deal(size, 8)
+        assert deal.block == block
+        assert size <= 8 * deal.range_size < 2**31
+
+
 @pytest.mark.parametrize("workers", [3, 32])
 def test_random_supports_have_the_expected_sum(workers):
     """The union of W random supports, drawn 100 times (appendix B.1, figure 7)."""

@@ -333,8 +333,8 @@ def recursive_double(
 
     It takes log2 W rounds, and 2 more if W is no power of two. The paper's words (section 5.3.1)
     are between log2(W) 2k, if all supports are equal, and (W - 1) 2k, if they are disjoint. With
-    static shapes it is always the latter. With `needs` it is at most 1.13 times the words that the
-    last exchange needed, and a few counts.
+    static shapes it is always the latter. With `needs`, a message is at most 1.13 times as long as
+    the last exchange needed, but has room for k / 2 entries at least, and carries a few counts.
 
     Args:
         stream: k entries; an index may repeat.

@@ -138,8 +138,8 @@ def pmax(x: Array, axis_name: str | None) -> Array:
 def most_of_devices(x: Array, axis_name: str | None) -> Array:
     """Maximum over a worker's devices, of a value that is equal on all workers.
 
-    Devices may take different branches only if these have no permutation, which XLA runs as one
-    collective of all devices. So what chooses a branch must be equal on all of them.
+    It is for what chooses a branch that has collectives: all devices must take the same one, or
+    they may wait for each other for ever.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     inner = tuple(axis for axis in manual if axis != axis_name)

@@ -52,6 +52,11 @@ class SparCML(SeededReducer):
     gradient and applies sums. For a constant lr, that is `optax.chain(optax.scale(lr * workers),
     sparcml(...), optax.scale(-1))`.)
 
+    "recursive_double" and "split_allgather" give sums the room that they needed in the last
+    exchange. If a sum has more entries, its smallest stay in residuals and are counted, and the
+    next exchange has room for as many. The first exchange has room for all. Each room is a branch
+    of the program, so these two take longer to compile.
+
     Args:
         k: number of entries of each group that a worker sends.
         group_size: number of consecutive elements in a group.
@@ -166,8 +171,8 @@ class SparCML(SeededReducer):
     def traffic(self, size: int, workers: int) -> dict[Algorithm, tuple[int, int]]:
         """Messages one after the other and received bytes of a worker, by algorithm.
 
-        Sums are those of random supports. Gradients overlap more, and room follows what sums need
-        (at most 1.13 times that). Messages are dense where that is shorter.
+        Sums are those of random supports. Those of gradients overlap more, and messages are then
+        shorter. They are dense arrays where that is shorter still.
         """
         W, m, k = workers, self.deal(size, workers).range_size, self.entries(size)
         union = lambda n: math.ceil(self.expected(size, n) - 1e-6)  # less what floats round
@@ -198,7 +203,9 @@ class SparCML(SeededReducer):
     def deal(self, size: int, workers: int) -> Deal:
         """Who owns which elements in "split_allgather": groups in turn, if there are enough."""
         even = -(-size // workers)
-        return Deal(size, workers, self.group_size if even >= 16 * self.group_size else even)
+        in_turn = Deal(size, workers, self.group_size)
+        fits = workers * in_turn.range_size < 2**31  # its indices are int32
+        return in_turn if fits and even >= 16 * self.group_size else Deal(size, workers, even)
 
     def capacity(self, size: int, workers: int) -> int:
         """The most entries of a worker's stream in one owner's range of "split_allgather"."""
