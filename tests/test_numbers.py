@@ -121,7 +121,7 @@ def pages():
         ("one exchange is", ".1f", gain("sketched_sgd:40"), gain("sketched_sgd")),
         ("40 % less time (", ".0f", *host("s2_reducer", "omni_reduce")),
         ("where `sparse_all_gather` takes", ".0f", *big("sparse_all_gather"), *host("sparse_all_gather")), ("where `sparcml` takes", ".0f", *big("sparcml"), *host("sparcml")),
-        ("of 24M elements an exchange takes", ".0f", *big("s2_reducer:local", "omni_reduce")), ("**Partly** by `slot_max`:", ".0f", *big("dragonn", "dgc")),
+        ("of 24M elements an exchange takes", ".0f", *big("s2_reducer:local", "omni_reduce"), hosts["random_k", 24_000_000, 0.01575]), ("**Partly** by `slot_max`:", ".0f", *big("dragonn", "dgc")),
         ("sum in 4 bits is", ".1f", cml(f"{DSAR}:4"), cml("qsgd")),
         ("on a net's gradients", ".1f", *room("recursive_double")), ("sparse split: 3.5 to 16 k at W = 8", ".1f", *room("split_allgather")), ("selects 1 % at most, it has", "", *(f"{100 * x / 1_026_816:.{places}f}" for share, places in ((0.01, 1), (0.1, 0)) for x in held["recursive_double", share, 8]["last_needs"])),
         ("alone: on 8 hosts", ".1f", cml(RD, 0.01), cml(AG, 0.01)), ("of 1M elements;", ".0f", cml(RD, 0.001), cml(AG, 0.001)),
