@@ -43,6 +43,7 @@ from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
 from jaxsparse.training.watching import watch
 from jaxsparse.training.weighted import mean_of, weighted
+from jaxsparse.training.zero1 import zero1
 
 __version__ = "0.3.0"
 
@@ -73,6 +74,7 @@ __all__ = [
     "weighted",
     "wire_bytes",
     "with_checksums",
+    "zero1",
 ]
 __all__ += systems.__all__
 

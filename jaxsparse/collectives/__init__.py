@@ -13,7 +13,11 @@ streams would need sorts, which cost more on a CPU from a density of 0.3 % on.
 from jaxsparse.collectives.gtopk import gtopk as gtopk
 from jaxsparse.collectives.messages import AllReduced as AllReduced
 from jaxsparse.collectives.ok_topk import ok_topk as ok_topk
-from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce as quantized_all_reduce
+from jaxsparse.collectives.quantized_all_reduce import (
+    quantized_all_gather as quantized_all_gather,
+    quantized_all_reduce as quantized_all_reduce,
+    quantized_reduce_scatter as quantized_reduce_scatter,
+)
 from jaxsparse.collectives.sparcml import (
     all_gather_sum as all_gather_sum,
     dsar_split_allgather as dsar_split_allgather,

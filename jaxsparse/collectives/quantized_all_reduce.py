@@ -6,7 +6,7 @@ second contraction on top of the first doubled the residual.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxsparse.arrays.settings import check_size
 from jaxsparse.collectives.messages import AllReduced
@@ -60,16 +60,78 @@ def quantized_all_reduce(
         return AllReduced(wire.replicated(x, axis_name), jnp.zeros_like(x), none)
     rank, m = wire.axis_index(axis_name), sent_size(-(-size // workers), quantizer)
     rows = padded(x, workers * m).reshape(workers, m)
-    ranges = jnp.arange(workers, dtype=jnp.int32)
-    own = (ranges == rank)[:, None]
-    counts = jnp.clip(size - m * ranges, 0, m)  # elements before the padding
+    counts = jnp.clip(size - m * jnp.arange(workers, dtype=jnp.int32), 0, m)  # without padding
     row_keys = sum_key = None
     if key is not None:
         drawn = jax.random.split(jax.random.fold_in(key, rank), workers + 1)
         row_keys, sum_key = drawn[:workers], drawn[workers]
+    total, messages = _sum_ranges(rows, counts, quantizer, axis_name, row_keys)
+    # Zeros may have been rounded to other numbers. Masked here, a whole vector is not stored anew.
+    total = jnp.where(jnp.arange(m, dtype=jnp.int32) < counts[rank], total, 0)
+    message = _pack(total, sum_key, counts[rank], quantizer)
+    decoded = _unpack_each(wire.all_gather(message, axis_name), quantizer, m)
+    sums = cut(decoded.reshape(-1), size)
+    if key is not None:
+        return AllReduced(sums, jnp.zeros_like(x), none)
+    # The own part is not rounded, but the sum in its place is.
+    own = _own_range(workers, rank)
+    parts, messages = jnp.where(own, total, rows), jnp.where(own, message, messages)
+    lost = parts - _unpack_each(messages, quantizer, m)
+    return AllReduced(sums, cut(lost.reshape(-1), size), none)
+
+
+def quantized_reduce_scatter(
+    rows: Float[Array, "W m"], quantizer: Quantizer, *, axis_name: str | None
+) -> tuple[Float[Array, " m"], Float[Array, "W m"]]:
+    """The first half of `quantized_all_reduce`: row w of all workers, summed by worker w.
+
+    Args:
+        rows: this worker's part of each range, float32.
+        quantizer: quantiser. It rounds deterministically.
+        axis_name: the axis of the workers, W.
+
+    Returns:
+        The sum of this worker's own range, which is not rounded, and the residual.
+    """
+    check_feedback(quantizer, stochastic=False)
+    workers, m = rows.shape
+    if workers == 1:
+        return rows[0], jnp.zeros_like(rows)
+    sent = sent_size(m, quantizer)
+    wide = jax.vmap(lambda row: padded(row, sent))(rows)
+    counts = jnp.full(workers, m, jnp.int32)
+    total, messages = _sum_ranges(wide, counts, quantizer, axis_name, None)
+    lost = rows - _unpack_each(messages, quantizer, sent)[:, :m]
+    own = _own_range(workers, wire.axis_index(axis_name))
+    return cut(total, m), jnp.where(own, 0, lost)
+
+
+def quantized_all_gather(
+    x: Float[Array, " m"], quantizer: Quantizer, *, axis_name: str | None
+) -> tuple[Float[Array, "W m"], Float[Array, " m"]]:
+    """The second half: each worker's vector on all workers, equal on all, and the residual."""
+    check_feedback(quantizer, stochastic=False)
+    if wire.axis_size(axis_name) == 1:
+        return wire.replicated(x, axis_name)[None], jnp.zeros_like(x)
+    m = sent_size(x.size, quantizer)
+    message = _pack(padded(x, m), None, jnp.int32(x.size), quantizer)
+    rows = _unpack_each(wire.all_gather(message, axis_name), quantizer, m)
+    return rows[:, : x.size], x - cut(_unpack(message, quantizer, m), x.size)
+
+
+def _sum_ranges(
+    rows: Float[Array, "W m"],
+    counts: Int[Array, " W"],
+    quantizer: Quantizer,
+    axis_name: str | None,
+    keys: Key[Array, " W"] | None,
+) -> tuple[Float[Array, " m"], UInt32[Array, "W words"]]:
+    """The sum of this worker's range, and the messages that it sent for each range."""
+    workers, m = rows.shape
     messages = jax.vmap(lambda row, key, count: _pack(row, key, count, quantizer))(
-        rows, row_keys, counts
+        rows, keys, counts
     )
+    own = _own_range(workers, wire.axis_index(axis_name))
 
     def add(total: Array, member: tuple[Array, Array, Array]) -> tuple[Array, None]:
         message, row, is_own = member
@@ -77,17 +139,11 @@ def quantized_all_reduce(
 
     # One row after the other: XLA's CPU backend takes twice as long to decode all and sum columns.
     arrived = wire.all_to_all(messages, axis_name)
-    total = jax.lax.scan(add, jnp.zeros_like(rows[0]), (arrived, rows, own))[0]
-    # Zeros may have been rounded to other numbers. Masked here, a whole vector is not stored anew.
-    total = jnp.where(jnp.arange(m, dtype=jnp.int32) < counts[rank], total, 0)
-    message = _pack(total, sum_key, counts[rank], quantizer)
-    decoded = jax.vmap(lambda one: _unpack(one, quantizer, m))
-    sums = cut(decoded(wire.all_gather(message, axis_name)).reshape(-1), size)
-    if key is not None:
-        return AllReduced(sums, jnp.zeros_like(x), none)
-    # The own part is not rounded, but the sum in its place is.
-    parts, messages = jnp.where(own, total, rows), jnp.where(own, message, messages)
-    return AllReduced(sums, cut((parts - decoded(messages)).reshape(-1), size), none)
+    return jax.lax.scan(add, jnp.zeros_like(rows[0]), (arrived, rows, own))[0], messages
+
+
+def _own_range(workers: int, rank: Int[Array, ""]) -> Bool[Array, "W 1"]:
+    return (jnp.arange(workers, dtype=jnp.int32) == rank)[:, None]
 
 
 def _pack(
@@ -98,3 +154,7 @@ def _pack(
 
 def _unpack(message: Array, quantizer: Quantizer, size: int) -> Array:
     return dequantize(from_message(message, quantizer, size), quantizer, size)
+
+
+def _unpack_each(messages: UInt32[Array, "W words"], quantizer: Quantizer, size: int) -> Array:
+    return jax.vmap(lambda message: _unpack(message, quantizer, size))(messages)

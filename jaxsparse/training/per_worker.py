@@ -6,6 +6,7 @@ one local step of a local-update method. `benchmarks/training.py` compares both,
 has its result.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -109,11 +110,7 @@ def per_worker(
         }
 
         def spread(path: KeyPath, x: Any) -> PerWorker:
-            # An array that has the name and the shape of a parameter is cut as that is. All others,
-            # such as counters and factors of moments, are whole.
-            ends = ((path[i:], jnp.shape(x)) for i in range(len(path) + 1))
-            spec = next((own[end] for end in ends if end in own), PartitionSpec())
-            spec = PartitionSpec(axis, *spec)
+            spec = PartitionSpec(axis, *spec_like(path, x, own))
             rows = jnp.broadcast_to(x, (count, *jnp.shape(x)))
             rows = meshes.constrain(rows, NamedSharding(found, spec))
             return PerWorker(marks.in_variable(rows, spec) if in_variables else rows)
@@ -156,6 +153,18 @@ def per_worker(
         return _nan_unless(ok, delivered), kept
 
     return optax.GradientTransformationExtraArgs(init, marks.unwrapped(update))
+
+
+def spec_like(
+    path: KeyPath, x: Any, of_params: Mapping[tuple[KeyPath, tuple[int, ...]], PartitionSpec]
+) -> PartitionSpec:
+    """The partition of an array in an optimizer's state, from those of parameters.
+
+    An array that has the name and the shape of a parameter is cut as that is. All others, such as
+    counters and factors of moments, are whole.
+    """
+    ends = ((path[i:], jnp.shape(x)) for i in range(len(path) + 1))
+    return next((of_params[end] for end in ends if end in of_params), PartitionSpec())
 
 
 def _check_same(name: str, before: Any, after: Any) -> None:

@@ -165,11 +165,10 @@ def partition(
             "jax.device_put(x, NamedSharding(mesh, spec)), before the state is made, or give "
             "jaxsparse.reshard like=tx.init(params)"
         )
-    if any(axis_name in names_of(part) for part in (spec[1:] if is_own else spec)):
+    if is_own and any(axis_name in names_of(part) for part in spec[1:]):
         raise ValueError(
-            f"{name} is partitioned by {spec} over {axis_name!r}, the axis of the workers, but "
-            "each worker needs all of it: shard it over other axes of the mesh, and replicate it "
-            "over this one"
+            f"{name} is partitioned by {spec} over {axis_name!r}, the axis of the workers, which "
+            "is that of its rows alone: shard the rest over other axes of the mesh"
         )
     return spec
 

@@ -1,0 +1,457 @@
+"""ZeRO-1 in few bits: each worker owns a part of the optimizer's moments, and updates that part.
+
+A dense exchange in few bits is a reduce-scatter and an all-gather. ZeRO-1 (Rajbhandari et al., SC
+2020) puts the optimizer between the two. Gradients travel to the owners of their parts, which sum
+them; the optimizer updates each part where it lies, in JAX's own arrays that are cut over the
+workers; and the updates travel back. Both roundings are fed back. So moments take 1/W of their
+memory, for the bytes of an exchange with whole moments.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_map_with_path
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxsparse.arrays import layout as layouts
+from jaxsparse.arrays.layout import IsDense, small_or_vector
+from jaxsparse.arrays.magnitude import LARGEST
+from jaxsparse.collectives import quantized_all_gather, quantized_reduce_scatter
+from jaxsparse.comm import marks, meshes, wire
+from jaxsparse.comm.marks import PerWorker
+from jaxsparse.comm.meshes import AnyMesh, Placement, names_of
+from jaxsparse.comm.wire import Axes
+from jaxsparse.feedback.exchange import agreed, select
+from jaxsparse.feedback.rows import check_rows, one_workers
+from jaxsparse.feedback.sharded import exchanged_specs
+from jaxsparse.quantize import Format, FormatName, Scale, check_feedback
+from jaxsparse.systems.quantized import Quantized
+from jaxsparse.training.per_worker import spec_like
+
+
+class Zero1State(NamedTuple):
+    """The state of `zero1`.
+
+    Attributes:
+        residual: float32[W, *shape] for each compressed leaf by name: what the rounding of each
+            worker's gradients has left.
+        owed: float32[*shape] for each compressed leaf by name, cut over its owners: what the
+            rounding of its updates has left.
+        optimizer: the optimizer's state.
+        skipped: number of steps whose gradients were not finite on all workers.
+        placement: partitions over the mesh's other axes.
+    """
+
+    residual: dict[str, Any]
+    owed: dict[str, Array]
+    optimizer: Any
+    skipped: Int[Array, ""]
+    placement: Any
+
+
+def zero1(
+    optimizer: optax.GradientTransformation,
+    format: FormatName = "int4",
+    *,
+    back: FormatName | None = None,
+    group_size: int = 256,
+    scale: Scale = "bfloat16",
+    is_dense: IsDense | None = None,
+    axis_name: str = "data",
+    mesh: Mesh | None = None,
+    workers: int | None = None,
+    specs: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An Optax optimizer whose moments are cut over the workers, and its exchange in few bits.
+
+        tx = jaxsparse.zero1(optax.adamw(1e-3), "int4")
+        opt_state = tx.init(params)                                    # of parameters on the mesh
+        loss, grads = jaxsparse.value_and_grad(loss_of)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)       # in your own jax.jit
+
+    It stands for `optax.chain(jaxsparse.quantized("int4"), optax.adamw(1e-3))`. Each worker has all
+    parameters, as there, and 1/W of the moments. Worker w owns part w of each leaf, along the first
+    axis that W divides. It receives (W - 1)/W d (bits / 8 + scale bits / (8 group_size)) bytes of
+    gradients, and as many of updates: those of `quantized`. The optimizer sees ordinary arrays in
+    the parameters' shapes, cut over the workers: masks, weight decay, norms and clips mean what
+    they mean in Optax. It should be elementwise, but for norms; others work, and XLA gathers what
+    they need.
+
+    A leaf without an axis that W divides travels as in `quantized`, and its moments are whole. So
+    are those of dense leaves, whose gradients are averaged in float32. A step with a gradient that
+    is not finite on some worker gives the optimizer a mean of zero, and `skipped` counts it.
+
+    Args:
+        optimizer: what updates parameters from mean gradients, with its learning rate.
+        format: number format of the gradients, as in `jaxsparse.quantized`.
+        back: that of the updates. None: the same.
+        group_size: number of consecutive values that share a scale.
+        scale: format of the scales.
+        is_dense: function of a leaf's key path and shape: whether it travels uncompressed. None:
+            vectors, scalars and leaves below 1024 elements do.
+        axis_name: the mesh axis of the workers.
+        mesh: mesh of the workers, where neither arrays and their types nor `jax.set_mesh` tell it.
+        workers: number of workers to simulate on one device, without a mesh.
+        specs: partitions over other axes of the mesh, as for `jaxsparse.quantized`.
+
+    Returns:
+        A transformation of gradients with a row for each worker. Its updates are whole, and equal
+        on all workers, in the parameters' dtypes.
+
+    Raises:
+        ValueError: settings are out of range. From `init` and `update`: no mesh is known, or the
+            axis is bound (there is no single worker's step: what it owns is a part). From `update`:
+            gradients have no rows, or the state is of another tree, mesh or number of workers
+            (`jaxsparse.reshard(state, mesh, like=tx.init(params))` carries it over).
+
+    Example:
+        >>> tx = zero1(optax.sgd(0.5, momentum=0.9), "int8", workers=2)
+        >>> params = jnp.zeros((64, 32))
+        >>> state = tx.init(params)
+        >>> rows = jnp.stack([params + 1, params + 3])  # each worker's gradient
+        >>> updates, state = jax.jit(tx.update)(rows, state, params)
+        >>> [round(u, 3) for u in updates[0, :2].tolist()]
+        [-1.0, -1.0]
+    """
+    out = Format(format, group_size, scale)
+    home = Format(format if back is None else back, group_size, scale)
+    for each in (out, home):
+        check_feedback(each, stochastic=False)
+    inside = optax.with_extra_args_support(optimizer)
+    rule = small_or_vector if is_dense is None else is_dense
+
+    def init(params: Any) -> Zero1State:
+        start = inside.init(params)
+        if marks.is_stand_in(params):
+            return Zero1State(jnp.int32(0), jnp.int32(0), start, jnp.int32(0), ())
+        _refuse_bound(axis_name)
+        at = meshes.place_rows(params, axis_name, mesh, workers, specs)
+        count, found, placement = at.workers, at.mesh, at.placement
+        if found is None:
+            count, found = meshes.find_workers(params, axis_name, mesh, workers)
+        bare = marks.without_variables(params)
+        parts = _Parts.plan(bare, rule, count, axis_name, placement)
+        residual = {i: jnp.zeros((count, *parts.shapes[i])) for i in parts.compressed}
+        owed = {i: jnp.zeros(parts.shapes[i]) for i in parts.compressed}
+        named = lambda arrays, spec: {
+            parts.names[i]: _put(x, found, spec(i)) for i, x in arrays.items()
+        }
+        return Zero1State(
+            residual=jax.tree.map(PerWorker, named(residual, parts.row_spec)),
+            owed=named(owed, parts.owner_spec),
+            optimizer=parts.placed(start, found),
+            skipped=_put(jnp.int32(0), found, PartitionSpec()),
+            placement=placement.named if placement else (),
+        )
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Zero1State]:
+        if not isinstance(state, Zero1State):
+            raise ValueError(
+                f"the state was made for another transformation: it is a {type(state).__name__}, "
+                "and no Zero1State. Pass the state that init(params) of this transformation made"
+            )
+        if params is None:
+            raise ValueError("params=None: zero1 needs tx.update(grads, state, params)")
+        _refuse_bound(axis_name)
+        one_workers(updates, state, params, axis_name)  # type: ignore[arg-type]
+        count, found = meshes.find_workers((updates, state, params), axis_name, mesh, workers)
+        check_rows(updates, state, count, axis_name)
+        placement = Placement.of(state.placement)
+        meshes.check_inner(found, axis_name, placement)
+        parts = _Parts.plan(params, rule, count, axis_name, placement)
+        parts.check(state)
+        if (how := meshes.RUNNING.get()) is not None and how.workers is not None:
+            with jax.named_scope(meshes.SCOPE):  # `jaxsparse.check` asks for shapes alone
+                means = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), updates)
+            made, after = inside.update(means, state.optimizer, params, **extra_args)
+            return made, state._replace(optimizer=after)
+        with jax.named_scope(meshes.SCOPE):
+            means, residual, ok = _send_out(parts, out, found, updates, state)
+        own = parts.placed(params, found)
+        made, optimizer_state = inside.update(means, state.optimizer, own, **extra_args)
+        with jax.named_scope(meshes.SCOPE):
+            delivered, owed = _send_home(parts, home, found, made, state)
+        kept = Zero1State(
+            residual=residual,
+            owed=owed,
+            optimizer=parts.placed(optimizer_state, found),
+            skipped=state.skipped + jnp.where(ok, jnp.int32(0), jnp.int32(1)),
+            placement=state.placement,
+        )
+        return delivered, kept
+
+    return optax.GradientTransformationExtraArgs(init, marks.unwrapped(update))
+
+
+def _send_out(
+    parts: "_Parts", out: Format, mesh: AnyMesh | None, updates: Any, state: Zero1State
+) -> tuple[Any, dict[str, PerWorker], Bool[Array, ""]]:
+    """Mean gradients, cut over their owners; the new residuals; whether gradients are finite."""
+    axes = Axes(parts.axis_name, parts.inner)
+
+    def on_worker(rows: dict[int, Array], residual: dict[int, Array]) -> Any:
+        given = {i: x[0].astype(jnp.float32) for i, x in rows.items()}
+        before = {i: x[0] for i, x in residual.items()}
+        x = {i: jnp.clip(before[i] + given[i], -LARGEST, LARGEST) for i in before}
+        loose = [i for i in given if i not in before]
+        ok, dense = agreed([given[i] for i in x], layouts.join([given[i] for i in loose]), axes)
+        x = select(ok, x, before)
+        means = dict(zip(loose, layouts.cut(dense, [given[i].shape for i in loose])))
+        lost: dict[int, Array] = {}
+        if parts.owned:
+            total, rest = quantized_reduce_scatter(parts.to_rows(x), out, axis_name=parts.axis_name)
+            # A sum beyond float32's range is clipped: the other workers do not know of it.
+            mean = jnp.clip(total, -LARGEST, LARGEST) / parts.workers
+            means |= parts.of_owner(mean)
+            lost |= parts.from_rows(rest)
+        if parts.whole:
+            shapes = [x[i].shape for i in parts.whole]
+            vector = layouts.join([x[i] for i in parts.whole])
+            done = Quantized(out, "nearest")(vector, (), axis_name=parts.axis_name)
+            means |= zip(parts.whole, layouts.cut(done.mean, shapes))
+            lost |= zip(parts.whole, layouts.cut(done.kept.residual, shapes))
+        means = {i: jnp.where(ok, means[i], 0).astype(rows[i].dtype) for i in rows}
+        return means, {i: jnp.where(ok, lost[i], x[i])[None] for i in residual}, ok
+
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(updates)
+    rows = dict(enumerate(leaves))
+    residual = {i: state.residual[parts.names[i]].value for i in parts.compressed}
+    of_residual = {i: parts.row_spec(i) for i in residual}
+    means, residual, ok = parts.run(
+        on_worker,
+        mesh,
+        (rows, residual),
+        ({i: parts.row_spec(i) for i in rows}, of_residual),
+        ({i: parts.owner_spec(i) for i in rows}, of_residual, PartitionSpec()),
+    )
+    named = {parts.names[i]: PerWorker(x) for i, x in residual.items()}
+    return treedef.unflatten([means[i] for i in rows]), named, ok
+
+
+def _send_home(
+    parts: "_Parts", home: Format, mesh: AnyMesh | None, updates: Any, state: Zero1State
+) -> tuple[Any, dict[str, Array]]:
+    """Updates, whole on all workers, and what their rounding leaves with the owners."""
+
+    def on_worker(given: dict[int, Array], before: dict[int, Array]) -> Any:
+        x = {i: given[i].astype(jnp.float32) + before[i] for i in before}
+        vector = layouts.join([*x.values()])
+        rows, lost = quantized_all_gather(vector, home, axis_name=parts.axis_name)
+        # An update that is not finite arrives so, and leaves nothing that would stay for ever.
+        owed = {
+            i: jnp.where(jnp.isfinite(new), new, before[i])
+            for i, new in parts.of_owner(lost).items()
+        }
+        return {i: y.astype(given[i].dtype) for i, y in parts.from_rows(rows).items()}, owed
+
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(updates)
+    owed = {i: state.owed[parts.names[i]] for i in parts.compressed}
+    # An update that travels no more is whole. It may owe something of other numbers of workers.
+    wide = lambda i: leaves[i].astype(jnp.float32) + owed[i]
+    whole = {i: wide(i).astype(leaves[i].dtype) for i in parts.whole}
+    owed |= {i: jnp.zeros_like(owed[i]) for i in parts.whole}
+    if parts.owned:
+        of_owned = {i: parts.owner_spec(i) for i in parts.owned}
+        given = {i: leaves[i] for i in parts.owned}, {i: owed[i] for i in parts.owned}
+        equal = {i: parts.own[i] for i in parts.owned}
+        found = parts.run(on_worker, mesh, given, (of_owned, of_owned), (equal, of_owned))
+        whole |= found[0]
+        owed |= found[1]
+    delivered = [whole.get(i, x) for i, x in enumerate(leaves)]
+    return treedef.unflatten(delivered), {parts.names[i]: x for i, x in owed.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """Which worker owns what of each leaf, by the leaf's number."""
+
+    paths: tuple[Any, ...]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    local: tuple[tuple[int, ...], ...]  # of one device
+    own: tuple[PartitionSpec, ...]  # over the other axes of the mesh
+    compressed: tuple[int, ...]
+    axes: dict[int, int]  # the axis along which workers own a leaf
+    workers: int
+    axis_name: str
+    inner: tuple[str, ...]
+
+    @classmethod
+    def plan(
+        cls,
+        tree: Any,
+        is_dense: IsDense,
+        workers: int,
+        axis_name: str,
+        placement: Placement | None,
+    ) -> "_Parts":
+        """The parts of a tree of this structure."""
+        dense = layouts.picked(tree, is_dense)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        shapes = tuple(jnp.shape(x) for _, x in leaves)
+        own, local = (PartitionSpec(),) * len(shapes), shapes
+        if placement is not None:
+            fits = [placement.is_cut(placement.exchanged(i, s)) for i, s in enumerate(shapes)]
+            dense = [a or not b for a, b in zip(dense, fits)]
+            sent = {i for i, is_loose in enumerate(dense) if not is_loose}
+            own = tuple(exchanged_specs(tree, placement, sent))
+            local = tuple(map(placement.local, shapes, own))
+        compressed = [i for i, is_loose in enumerate(dense) if not is_loose and 0 not in local[i]]
+        fitting = {i: [a for a, n in enumerate(local[i]) if n % workers == 0] for i in compressed}
+        return cls(
+            paths=tuple(path for path, _ in leaves),
+            names=layouts.short_names(tree),
+            shapes=shapes,
+            local=local,
+            own=own,
+            compressed=tuple(compressed),
+            axes={i: axes[0] for i, axes in fitting.items() if axes},
+            workers=workers,
+            axis_name=axis_name,
+            inner=placement.axes if placement else (),
+        )
+
+    @property
+    def owned(self) -> list[int]:
+        """The leaves of which each worker owns a part."""
+        return [i for i in self.compressed if i in self.axes]
+
+    @property
+    def whole(self) -> list[int]:
+        """The compressed leaves that workers can't share equally."""
+        return [i for i in self.compressed if i not in self.axes]
+
+    def row_spec(self, leaf: int) -> PartitionSpec:
+        """The partition of an array that has a row for each worker."""
+        return PartitionSpec(self.axis_name, *self.own[leaf])
+
+    def owner_spec(self, leaf: int) -> PartitionSpec:
+        """The partition of an array in a leaf's shape that lies with the owners."""
+        if leaf not in self.axes:
+            return self.own[leaf]
+        axis, own = self.axes[leaf], self.own[leaf]
+        spec = [*own, *[None] * (axis + 1 - len(own))]
+        inner = names_of(spec[axis])
+        spec[axis] = (*inner, self.axis_name) if inner else self.axis_name
+        return PartitionSpec(*spec)
+
+    def to_rows(self, x: dict[int, Array]) -> Float[Array, "W m"]:
+        """A row for each owner, with its parts of all leaves."""
+        rows = []
+        for i in self.owned:
+            cut = x[i].reshape(self._divided(i))
+            rows.append(jnp.moveaxis(cut, self.axes[i], 0).reshape(self.workers, -1))
+        return jnp.concatenate(rows, axis=1)
+
+    def from_rows(self, rows: Float[Array, "W m"]) -> dict[int, Array]:
+        """The inverse of `to_rows`."""
+        found, start = {}, 0
+        for i in self.owned:
+            shape, axis = self._divided(i), self.axes[i]
+            stop = start + math.prod(shape) // self.workers
+            cut = rows[:, start:stop].reshape(self.workers, *shape[:axis], *shape[axis + 1 :])
+            found[i], start = jnp.moveaxis(cut, 0, axis).reshape(self.local[i]), stop
+        return found
+
+    def of_owner(self, x: Float[Array, " m"]) -> dict[int, Array]:
+        """An owner's own parts of the leaves, from its row."""
+        shapes = []
+        for i in self.owned:
+            axis, shape = self.axes[i], self._divided(i)
+            shapes.append((*shape[:axis], *shape[axis + 1 :]))
+        return dict(zip(self.owned, layouts.cut(x, shapes)))
+
+    def _divided(self, leaf: int) -> tuple[int, ...]:
+        """A leaf's shape with an axis of the owners in front of the one that they share."""
+        shape, axis = self.local[leaf], self.axes[leaf]
+        return (*shape[:axis], self.workers, shape[axis] // self.workers, *shape[axis + 1 :])
+
+    def placed(self, state: Any, mesh: AnyMesh | None) -> Any:
+        """The optimizer's state with its moments cut over their owners."""
+        if mesh is None:
+            return state
+        specs = {
+            (path, shape): self.owner_spec(i)
+            for i, (path, shape) in enumerate(zip(self.paths, self.shapes))
+        }
+        return tree_map_with_path(
+            lambda path, x: meshes.constrain(x, NamedSharding(mesh, spec_like(path, x, specs))),
+            state,
+        )
+
+    def check(self, state: Zero1State) -> None:
+        """Raises ValueError if the state was made for another tree or number of workers."""
+        wanted = {self.names[i]: self.shapes[i] for i in self.compressed}
+        there = {name: node.value.shape[1:] for name, node in state.residual.items()}
+        if there != wanted:
+            raise ValueError(
+                f"the state has residuals of {there}, and these parameters need {wanted}: pass the "
+                "state that init(params) made for the same tree, settings and mesh"
+            )
+
+    def run(
+        self,
+        one: Callable[..., Any],
+        mesh: AnyMesh | None,
+        given: tuple[Any, ...],
+        in_specs: tuple[Any, ...],
+        out_specs: tuple[Any, ...],
+    ) -> Any:
+        """`one` on all workers, where each sees what partitions say: on the mesh, or simulated."""
+        if mesh is not None:
+            put = lambda x, spec: meshes.constrain(x, NamedSharding(mesh, spec))
+            if AxisType.Explicit in mesh.axis_types:  # it refuses arrays of another sharding
+                given = jax.tree.map(put, given, in_specs)
+            mapped = jax.shard_map(
+                one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            )
+            return mapped(*given)
+        is_spec = lambda node: isinstance(node, PartitionSpec)
+
+        def axis(spec: PartitionSpec) -> int | None:
+            return next(
+                (i for i, part in enumerate(spec) if self.axis_name in names_of(part)), None
+            )
+
+        def divided(x: Array, spec: PartitionSpec) -> Array:
+            if (i := axis(spec)) is None:
+                return x
+            return x.reshape(*x.shape[:i], self.workers, -1, *x.shape[i + 1 :])
+
+        def joined(x: Array, spec: PartitionSpec) -> Array:
+            if (i := axis(spec)) is None:
+                return x
+            return x.reshape(*x.shape[:i], -1, *x.shape[i + 2 :])
+
+        axes_of = lambda specs: jax.tree.map(axis, specs, is_leaf=is_spec)
+        found = jax.vmap(
+            one,
+            in_axes=axes_of(in_specs),
+            out_axes=axes_of(out_specs),
+            axis_name=self.axis_name,
+            axis_size=self.workers,
+        )(*jax.tree.map(divided, given, in_specs))
+        return jax.tree.map(joined, found, out_specs)
+
+
+def _put(x: Array, mesh: AnyMesh | None, spec: PartitionSpec) -> Array:
+    return x if mesh is None else meshes.constrain(x, NamedSharding(mesh, spec))
+
+
+def _refuse_bound(axis_name: str) -> None:
+    if wire.is_bound(axis_name):
+        raise ValueError(
+            f"axis_name={axis_name!r} is bound here, and zero1 has no update of a single worker, "
+            "which owns a part alone: call it outside of that jax.shard_map or jax.vmap, on "
+            "gradients of jaxsparse.value_and_grad"
+        )
