@@ -34,7 +34,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jaxsparse
 from jaxsparse.arrays.printing import aligned
 
-Make = Callable[[float], optax.GradientTransformation]
+Make = Callable[[Any], optax.GradientTransformation]  # of a rate
 BY_XLA = ", ZeRO-1 by XLA"
 
 
@@ -137,7 +137,7 @@ def large() -> training.Task:
 def compare_times(mesh: Mesh) -> None:
     task, steps = large(), dict[str, Callable[[], Any]]()
     runs = {name: Run(name, task, mesh) for name in [*[*rows()][:4], "zero1, int4"]}
-    table = [("exchange", "compile s", "peak", "over dense")]
+    table: list[tuple[str, ...]] = [("exchange", "compile s", "peak", "over dense")]
     for name, run in runs.items():
         began = time.perf_counter()
         program = run.step
