@@ -118,7 +118,6 @@ def pages():
         ("(the paper has SGD):", ".3f", *(mapped(f"adamw, {x}") for x in ("updates, sketched 20x", "gradients, dense", "updates, random 1/20"))),
         ("on the convolutional net: ", ".3f", *map(words, ("true top-k, k of 20x", "true top-k, k of 10x", "dense", "true top-k, k of 5x"))),
         ("on digits at 10x, 5 seeds:", "", *{f"{tables[x]['loss']:.3f}" for x in ("float32", "bfloat16", "float16")}, *(f"{x:.1f}" for x in narrow)),
-        ("one exchange is", ".1f", gain("sketched_sgd:40"), gain("sketched_sgd")),
         ("40 % less time (", ".0f", *host("s2_reducer", "omni_reduce")),
         ("where `sparse_all_gather` takes", ".0f", *big("sparse_all_gather"), *host("sparse_all_gather")), ("where `sparcml` takes", ".0f", *big("sparcml"), *host("sparcml")),
         ("of 24M elements an exchange takes", ".0f", *big("s2_reducer:local", "omni_reduce"), hosts["random_k", 24_000_000, 0.01575]), ("**Partly** by `slot_max`:", ".0f", *big("dragonn", "dgc")),
