@@ -62,7 +62,6 @@ def pages():
              if (x["what"], x["hosts"], x["rate"]) == ("exchange", 8, "100mbit")}
     host = lambda *names: [hosts[name, 16_000_000, 0.01] for name in names]
     big = lambda *names: [hosts[name, 24_000_000, 0.03125] for name in names]
-    gain = lambda name: hosts["dense", 16_000_000, 0.01] / hosts[name, 16_000_000, 0.01]
     cml = lambda name, share=0.1: hosts["dense", 10**6, 0.1] / hosts[name, 10**6, share]
     ms = {x: y["ms"][3] for x, y in load("results/gpu")["kernels"].items()}  # at 2^27
     sent = {x["method"]: x["words"] for x in load("results/quantized")["results"]}

@@ -173,7 +173,7 @@ def test_it_sends_each_half_in_few_bits_and_nothing_else():
 def test_other_axes_are_cut_further(kind):
     at = mesh((4, 2), kind)
     assert dict(inner_axes(at, "data")) == {"fsdp": 2}
-    specs = {"bias": P(), "flat": P("fsdp"), "odd": P(), "tall": P(None, "fsdp")}
+    specs = {"bias": P(), "flat": P(), "odd": P(), "tall": P(None, "fsdp")}
     params = {name: jax.device_put(x, NamedSharding(at, specs[name])) for name, x in PARAMS.items()}
     tx, alone = make(), make(workers=4)
     update, state = jax.jit(tx.update), tx.init(params)
@@ -268,9 +268,13 @@ REFUSED = {
     ),
     "another tree": (
         lambda: make(workers=2).update(
-            gradients(2), make(workers=2, is_dense=lambda *_: True).init(PARAMS), PARAMS
+            gradients(2), make(workers=2, is_dense=lambda path, _: "t" in path).init(PARAMS), PARAMS
         ),
-        "the state has residuals of {}, and these parameters need {'flat'",
+        "the state has residuals of {'bias': (5,), 'odd': (35, 49)}, and these parameters need ",
+    ),
+    "nothing to share": (
+        lambda: make(workers=2, is_dense=lambda *_: True).init(PARAMS),
+        "no leaf would be compressed or shared: all 4",
     ),
     "another state": (lambda: make().update(PARAMS, (), PARAMS), "no Zero1State"),
     "other workers": (

@@ -8,6 +8,7 @@ memory, for the bytes of an exchange with whole moments.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import tree_map_with_path
+from jax.tree_util import KeyPath, tree_map_with_path
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse.arrays import layout as layouts
@@ -26,6 +28,7 @@ from jaxsparse.collectives import quantized_all_gather, quantized_reduce_scatter
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement, names_of
+from jaxsparse.comm.unreduced import split_unreduced
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import agreed, select
 from jaxsparse.feedback.rows import check_rows, one_workers
@@ -127,7 +130,8 @@ def zero1(
     rule = small_or_vector if is_dense is None else is_dense
 
     def init(params: Any) -> Zero1State:
-        start = inside.init(params)
+        bare, in_variables = marks.without_variables(params), marks.has_variables(params)
+        start = inside.init(bare)
         if marks.is_stand_in(params):
             return Zero1State(jnp.int32(0), jnp.int32(0), start, jnp.int32(0), ())
         _refuse_bound(axis_name)
@@ -135,18 +139,17 @@ def zero1(
         count, found, placement = at.workers, at.mesh, at.placement
         if found is None:
             count, found = meshes.find_workers(params, axis_name, mesh, workers)
-        bare = marks.without_variables(params)
         parts = _Parts.plan(bare, rule, count, axis_name, placement)
-        residual = {i: jnp.zeros((count, *parts.shapes[i])) for i in parts.compressed}
-        owed = {i: jnp.zeros(parts.shapes[i]) for i in parts.compressed}
-        named = lambda arrays, spec: {
-            parts.names[i]: _put(x, found, spec(i)) for i, x in arrays.items()
-        }
+        zeros = functools.partial(_zeros, found, isinstance(jax.tree.leaves(bare)[0], Tracer))
+        rows = lambda i: PerWorker(zeros((count, *parts.shapes[i]), parts.row_spec(i)))
         return Zero1State(
-            residual=jax.tree.map(PerWorker, named(residual, parts.row_spec)),
-            owed=named(owed, parts.owner_spec),
-            optimizer=parts.placed(start, found),
-            skipped=_put(jnp.int32(0), found, PartitionSpec()),
+            residual={parts.names[i]: rows(i) for i in parts.compressed},
+            owed={
+                parts.names[i]: zeros(parts.shapes[i], parts.owner_spec(i))
+                for i in parts.compressed
+            },
+            optimizer=parts.placed(start, found, in_variables),
+            skipped=zeros((), PartitionSpec(), jnp.int32),
             placement=placement.named if placement else (),
         )
 
@@ -161,6 +164,7 @@ def zero1(
         if params is None:
             raise ValueError("params=None: zero1 needs tx.update(grads, state, params)")
         _refuse_bound(axis_name)
+        updates = split_unreduced(updates, axis_name)
         one_workers(updates, state, params, axis_name)  # type: ignore[arg-type]
         count, found = meshes.find_workers((updates, state, params), axis_name, mesh, workers)
         check_rows(updates, state, count, axis_name)
@@ -173,11 +177,12 @@ def zero1(
                 means = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), updates)
             made, after = inside.update(means, state.optimizer, params, **extra_args)
             return made, state._replace(optimizer=after)
-        with jax.named_scope(meshes.SCOPE):
+        # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
+        with jax.disable_jit(False), jax.named_scope(meshes.SCOPE):
             means, residual, ok = _send_out(parts, out, found, updates, state)
         own = parts.placed(params, found)
         made, optimizer_state = inside.update(means, state.optimizer, own, **extra_args)
-        with jax.named_scope(meshes.SCOPE):
+        with jax.disable_jit(False), jax.named_scope(meshes.SCOPE):
             delivered, owed = _send_home(parts, home, found, made, state)
         kept = Zero1State(
             residual=residual,
@@ -267,7 +272,7 @@ def _send_home(
         found = parts.run(on_worker, mesh, given, (of_owned, of_owned), (equal, of_owned))
         whole |= found[0]
         owed |= found[1]
-    delivered = [whole.get(i, x) for i, x in enumerate(leaves)]
+    delivered = [parts.as_parameter(i, whole.get(i, x), mesh) for i, x in enumerate(leaves)]
     return treedef.unflatten(delivered), {parts.names[i]: x for i, x in owed.items()}
 
 
@@ -275,11 +280,12 @@ def _send_home(
 class _Parts:
     """Which worker owns what of each leaf, by the leaf's number."""
 
-    paths: tuple[Any, ...]
+    paths: tuple[KeyPath, ...]
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     local: tuple[tuple[int, ...], ...]  # of one device
-    own: tuple[PartitionSpec, ...]  # over the other axes of the mesh
+    of_params: tuple[PartitionSpec, ...]  # over the other axes of the mesh
+    own: tuple[PartitionSpec, ...]  # the same, further cut for the exchange
     compressed: tuple[int, ...]
     axes: dict[int, int]  # the axis along which workers own a leaf
     workers: int
@@ -307,12 +313,20 @@ class _Parts:
             own = tuple(exchanged_specs(tree, placement, sent))
             local = tuple(map(placement.local, shapes, own))
         compressed = [i for i, is_loose in enumerate(dense) if not is_loose and 0 not in local[i]]
+        if not compressed:
+            raise ValueError(
+                f"no leaf would be compressed or shared: all {len(shapes)} are uncompressed. By "
+                "default vectors, scalars and leaves below 1024 elements are, and those that other "
+                "axes of the mesh can't cut: give is_dense=lambda path, shape: False, or take the "
+                "optimizer behind jaxsparse.dense()"
+            )
         fitting = {i: [a for a, n in enumerate(local[i]) if n % workers == 0] for i in compressed}
         return cls(
             paths=tuple(path for path, _ in leaves),
             names=layouts.short_names(tree),
             shapes=shapes,
             local=local,
+            of_params=placement.own if placement else own,
             own=own,
             compressed=tuple(compressed),
             axes={i: axes[0] for i, axes in fitting.items() if axes},
@@ -345,6 +359,12 @@ class _Parts:
         spec[axis] = (*inner, self.axis_name) if inner else self.axis_name
         return PartitionSpec(*spec)
 
+    def as_parameter(self, leaf: int, x: Array, mesh: AnyMesh | None) -> Array:
+        """An update that is cut as its parameter is, and not further."""
+        if mesh is None or self.of_params[leaf] == self.own[leaf]:
+            return x
+        return meshes.constrain(x, NamedSharding(mesh, self.of_params[leaf]))
+
     def to_rows(self, x: dict[int, Array]) -> Float[Array, "W m"]:
         """A row for each owner, with its parts of all leaves."""
         rows = []
@@ -376,7 +396,7 @@ class _Parts:
         shape, axis = self.local[leaf], self.axes[leaf]
         return (*shape[:axis], self.workers, shape[axis] // self.workers, *shape[axis + 1 :])
 
-    def placed(self, state: Any, mesh: AnyMesh | None) -> Any:
+    def placed(self, state: Any, mesh: AnyMesh | None, in_variables: bool = False) -> Any:
         """The optimizer's state with its moments cut over their owners."""
         if mesh is None:
             return state
@@ -384,10 +404,13 @@ class _Parts:
             (path, shape): self.owner_spec(i)
             for i, (path, shape) in enumerate(zip(self.paths, self.shapes))
         }
-        return tree_map_with_path(
-            lambda path, x: meshes.constrain(x, NamedSharding(mesh, spec_like(path, x, specs))),
-            state,
-        )
+
+        def put(path: KeyPath, x: Any) -> Any:
+            spec = spec_like(path, x, specs)
+            x = meshes.constrain(x, NamedSharding(mesh, spec))
+            return marks.in_variable(x, spec) if in_variables else x
+
+        return tree_map_with_path(put, state)
 
     def check(self, state: Zero1State) -> None:
         """Raises ValueError if the state was made for another tree or number of workers."""
@@ -444,8 +467,19 @@ class _Parts:
         return jax.tree.map(joined, found, out_specs)
 
 
-def _put(x: Array, mesh: AnyMesh | None, spec: PartitionSpec) -> Array:
-    return x if mesh is None else meshes.constrain(x, NamedSharding(mesh, spec))
+def _zeros(
+    mesh: AnyMesh | None,
+    is_traced: bool,
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    dtype: Any = jnp.float32,
+) -> Array:
+    if mesh is None:
+        return jnp.zeros(shape, dtype)
+    sharding = NamedSharding(mesh, spec)
+    if isinstance(mesh, Mesh) and not is_traced:  # no device ever holds all of it
+        return jnp.zeros(shape, dtype, device=sharding)
+    return meshes.constrain(jnp.zeros(shape, dtype), sharding)
 
 
 def _refuse_bound(axis_name: str) -> None:
