@@ -58,6 +58,9 @@ class Row(NamedTuple):
     tx: Callable[[str | None], optax.GradientTransformation]
     workers: int = 1
     is_whole: bool = True  # whether what is not sent stays in the residual
+    k: int | None = (
+        None  # number of coordinates that a step delivers, of those whose curve is marked
+    )
 
 
 def row(make: Callable[..., Any], *given: Any, workers: int = 1, **settings: Any) -> Row:
@@ -102,16 +105,16 @@ def long_runs(size: int) -> dict[str, Row]:
 
     They are the default at 20x and, in its own shape, the 40x of Table 1's transformer.
     """
-    made, k = rows(size), size // 900
+    made, k, k_of_20x = rows(size), size // 900, SketchedSGD(20).sized(size)[0]
     cols, rows_, P = round(1.8 * k), 15, 16
     given = {"k": k, "cols": cols, "rows": rows_, "oversampling": P}
     return {
         "dense": made["dense"],
-        "sketched 20x": made["sketched 20x"],
-        "true top-k, k of 20x": made["true top-k, k of 20x"],
+        "sketched 20x": made["sketched 20x"]._replace(k=k_of_20x),
+        "true top-k, k of 20x": made["true top-k, k of 20x"]._replace(k=k_of_20x),
         "random-k 20x, decay 0": made["random-k 20x, decay 0"],
-        "sketched, k=d/900": row(jaxsparse.sketched_sgd, **given),
-        "true top-k, k=d/900": row(jaxsparse.true_top_k, k),
+        "sketched, k=d/900": row(jaxsparse.sketched_sgd, **given)._replace(k=k),
+        "true top-k, k=d/900": row(jaxsparse.true_top_k, k)._replace(k=k),
         "random-k, words of k=d/900, decay 0": row(
             jaxsparse.random_k, (rows_ * cols + P * k) / size, decay=0.0
         ),
@@ -284,9 +287,13 @@ def sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def draw(path: str, chosen: dict[str, Row], args: argparse.Namespace, file: File) -> None:
-    """The training loss of each row's best rate against steps, a band for its seeds."""
+    """The training loss of each row's best rate against steps, a band for its seeds.
+
+    A curve's mark is at (d / k)^2 steps, before which no theorem promises the rate of SGD.
+    """
+    size = sum(x.size for x in init(0, args.width).values())
     figure, axes = matplotlib.pyplot.subplots(figsize=(8, 4.5))
-    for name in chosen:
+    for name, row in chosen.items():
         wanted = {"row": name, **sizes(args)}
         runs = [run for run in file.runs if wanted.items() <= run.items()]
         best = min(
@@ -295,7 +302,12 @@ def draw(path: str, chosen: dict[str, Row], args: argparse.Namespace, file: File
         losses = np.array([run["losses"] for run in runs if run["rate"] == best["rate"]])
         steps = args.steps * (np.arange(losses.shape[1]) + 0.5) / losses.shape[1]
         label = f"{name}: {len(losses)} seeds, rate {best['rate']:g}"
+        mark = (size / row.k) ** 2 if row.k else 0
+        if mark > args.steps:
+            label += f"; mark beyond, at {mark:,.0f} steps"
         (line,) = axes.plot(steps, losses.mean(0), label=label)
+        if 0 < mark <= args.steps:
+            axes.plot(mark, np.interp(mark, steps, losses.mean(0)), "o", color=line.get_color())
         axes.fill_between(steps, losses.min(0), losses.max(0), alpha=0.2, color=line.get_color())
     axes.set(xlabel="steps", ylabel="training loss, nats a word", ylim=(None, 3.4))
     axes.legend()
