@@ -113,15 +113,9 @@ def _read(
     program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, jax.stages.Compiled | None]:
     """The HLO text of a program, and the program, if it was not given as text."""
-    is_function = hasattr(program, "lower") and not isinstance(program, str)
-    if (args or kwargs) and not is_function:
-        raise ValueError(
-            f"arguments are for a jitted function only, but program is a {type(program).__name__}, "
-            "which is already lowered; drop them"
-        )
     if isinstance(program, str):
         return program, None
-    if is_function:
+    if hasattr(program, "lower"):
         program = program.lower(*args, **kwargs)
     program = getattr(program, "lowered", program)  # of nnx.jit and equinox.filter_jit
     if isinstance(program, jax.stages.Lowered):

@@ -205,17 +205,18 @@ class WireBytes:
             else:
                 yield part
 
-    def _only(self, wanted: Callable[[tuple[str, ...]], bool]) -> WireBytes:
-        """The collectives with wanted axes, and the conditionals with one in any branch."""
+    def _only(self, wanted: Callable[[tuple[str, ...]], bool], times: int = 1) -> WireBytes:
+        """What the collectives with wanted axes move in `times` runs."""
         parts: list[Collective | Conditional] = []
         for part in self.parts:
+            part = dataclasses.replace(part, count=times * part.count)
             if isinstance(part, Conditional):
-                branches = tuple(branch._only(wanted) for branch in part.branches)
+                branches = tuple(branch._only(wanted, times) for branch in part.branches)
                 if any(branch.parts for branch in branches):
                     parts.append(dataclasses.replace(part, branches=branches))
             elif wanted(part.axes):
                 parts.append(part)
-        return dataclasses.replace(self, parts=tuple(parts))
+        return WireBytes(tuple(parts), self.axis_names)
 
     def __str__(self) -> str:
         header = ["collective", "axes", "count", "W", "payload B", "received B", "operands", "from"]
@@ -286,11 +287,4 @@ def merged(parts: Iterable[WireBytes], axis_names: tuple[str, ...] = ()) -> Wire
 
 def scaled(moved: WireBytes, times: int) -> WireBytes:
     """The bytes of a program that runs `times` times."""
-    parts: list[Collective | Conditional] = []
-    for part in moved.parts:
-        part = dataclasses.replace(part, count=part.count * times)
-        if isinstance(part, Conditional):
-            branches = tuple(scaled(branch, times) for branch in part.branches)
-            part = dataclasses.replace(part, branches=branches)
-        parts.append(part)
-    return dataclasses.replace(moved, parts=tuple(parts))
+    return moved._only(lambda axes: True, times)
