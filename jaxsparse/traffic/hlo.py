@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([^\s=]+) = (.*)$", re.DOTALL)
+_COMPUTATION = re.compile(
+    r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*\n((?:.*\n)*?)\}\s*(?:,.*)?$", re.MULTILINE
+)
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([^\s=]+) = ", re.MULTILINE)
 _TRIP_COUNT = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -234,21 +236,16 @@ def parse(text: str) -> Module:
     if len(sizes) == 2 and "1" not in sizes.values():
         raise ValueError(f"{headers[0]!r}: replicas of several partitions are not understood")
     computations: dict[str, Computation] = {}
-    entry = None
-    name, lines = "", list[str]()
-    for line in text.splitlines():
-        header = _HEADER.match(line)
-        if header and not name:
-            name, lines = header[2], []
-            entry = name if header[1] else entry
-        elif name and re.match(r"\}\s*(,.*)?$", line):
-            computations[name] = _computation(name, lines)
-            name = ""
-        elif name and (_INSTRUCTION.match(line) or not lines):
-            lines.append(line)
-        elif name:  # a literal or an attribute printed over several lines
-            lines[-1] += "\n" + line
-    if entry is None or entry not in computations:
+    entry = ""
+    for is_entry, name, body in _COMPUTATION.findall(text):
+        # A literal or an attribute may be printed over several lines.
+        before, *pieces = _INSTRUCTION.split(body)
+        if before.strip():
+            raise ValueError(f"cannot read this of HLO computation {name!r}: {before.strip()!r}")
+        found = [_instruction(*piece) for piece in zip(pieces[::2], pieces[1::2])]
+        computations[name] = Computation({each.name: each for each in found})
+        entry = name if is_entry else entry
+    if not entry:
         raise ValueError(
             "the HLO text has no complete ENTRY computation; it may have been cut short"
         )
@@ -269,25 +266,13 @@ def _frames(text: str) -> dict[str, str]:
     return {number: lines[location] for number, location in frames if location in lines}
 
 
-def _computation(name: str, lines: list[str]) -> Computation:
-    instructions: dict[str, Instruction] = {}
-    for line in lines:
-        match = _INSTRUCTION.match(line)
-        if not match:
-            raise ValueError(f"cannot read this line of HLO computation {name!r}: {line.strip()!r}")
-        instructions[match[1]] = _instruction(match[1], match[2])
-    if not instructions:
-        raise ValueError(f"HLO computation {name!r} is empty")
-    return Computation(instructions)
-
-
 def _instruction(name: str, text: str) -> Instruction:
     end = _parts(text, 0)[1] if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, max(end, 0))
     if not opcode:
         raise ValueError(f"cannot read HLO instruction {name!r}: {text[:120]!r}")
     arguments, close = _parts(text, opcode.end() - 1)
-    return Instruction(name, text[:end], opcode[1], tuple(arguments), text[close:])
+    return Instruction(name, text[:end], opcode[1], tuple(arguments), text[close:].rstrip())
 
 
 def _parts(text: str, start: int) -> tuple[list[str], int]:
