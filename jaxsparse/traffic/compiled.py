@@ -198,7 +198,7 @@ class _Reader:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode.endswith(("-done", "-update")):  # the rest of an asynchronous operation
             return WireBytes()
-        if opcode in ("send", "recv") and not instruction.has("is_host_transfer=true"):
+        if opcode in ("send", "recv") and "is_host_transfer=true" not in instruction.structure:
             raise ValueError(
                 f"{opcode} {instruction.name!r}: point-to-point transfers are not understood; "
                 "compile without splitting collective-permute into send and recv"

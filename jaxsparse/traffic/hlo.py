@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,10 +91,6 @@ class Instruction:
         known = _TRIP_COUNT.search(self.attributes)
         return int(known[1]) if known else None
 
-    def has(self, attribute: str) -> bool:
-        """Whether the attributes have this text outside strings."""
-        return attribute in self.structure
-
     @property
     def callees(self) -> dict[str, tuple[str, ...]]:
         """Names of the called computations, by attribute."""
@@ -101,8 +98,7 @@ class Instruction:
         return {role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in found}
 
 
-@dataclasses.dataclass(frozen=True)
-class Computation:
+class Computation(NamedTuple):
     """Instructions by name, in the printed order."""
 
     instructions: dict[str, Instruction]
@@ -140,22 +136,16 @@ class Computation:
         end: Instruction | None = instruction
         if instruction.opcode.endswith("-start"):
             done = instruction.opcode.removesuffix("start") + "done"
-            users = self._users.get(instruction.name, ())
-            end = next((user for user in users if user.opcode == done), None)
+            end = next(self._users(instruction, done), None)
         if end and len(names) == len(parse_type(end.type)) > 1:
-            for user in self._users.get(end.name, ()):
-                if user.opcode == "get-tuple-element" and user.op_name:
-                    index = int(re.findall(r"\bindex=(\d+)", user.structure)[0])
-                    names[index] = user.op_name
+            for user in self._users(end, "get-tuple-element"):
+                index = int(re.findall(r"\bindex=(\d+)", user.structure)[0])
+                names[index] = user.op_name or names[index]
         return tuple(names)
 
-    @functools.cached_property
-    def _users(self) -> dict[str, list[Instruction]]:
-        users: dict[str, list[Instruction]] = {}
-        for instruction in self.instructions.values():
-            for name in instruction.operands:
-                users.setdefault(name, []).append(instruction)
-        return users
+    def _users(self, of: Instruction, opcode: str) -> Iterator[Instruction]:
+        every = (each for each in self.instructions.values() if each.opcode == opcode)
+        return (each for each in every if of.name in each.operands)
 
 
 class Module(NamedTuple):
@@ -190,8 +180,8 @@ class Module(NamedTuple):
         listed = [group for group in _groups(instruction) if group]
         of_replicas = (
             op in _OF_REPLICAS
-            and instruction.has("channel_id=")
-            and not instruction.has("use_global_device_ids=true")
+            and "channel_id=" in instruction.structure
+            and "use_global_device_ids=true" not in instruction.structure
         )
         if not listed or (of_replicas and listed == [[0]]):
             return [list(range(self.workers))]
@@ -349,7 +339,7 @@ def _integers(text: str) -> list[int]:
 def _moved_pairs(instruction: Instruction) -> list[list[int]]:
     """Pairs [source, target] of a collective-permute whose data leaves the worker."""
     match = _PAIRS.search(instruction.structure)
-    if not match or instruction.has("slice_sizes="):
+    if not match or "slice_sizes=" in instruction.structure:
         raise ValueError(
             f"collective-permute {instruction.name!r}: only whole operands and the form "
             "source_target_pairs={{0,1},...} are understood; report the HLO line to have it added"

@@ -14,7 +14,7 @@ import optax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from jaxsparse.arrays.settings import static_int
+from jaxsparse.arrays.settings import static_count
 from jaxsparse.comm import compat, wire
 from jaxsparse.comm.marks import map_marked
 from jaxsparse.traffic.report import (
@@ -41,12 +41,10 @@ def traced_bytes(
 ) -> WireBytes:
     """Counts the bytes that an exchange among any number of workers will move, without compiling.
 
-    It traces the exchange for `workers` workers, which takes neither devices nor memory, and reads
-    the collectives from the traced program. It counts as `wire_bytes` does.
-
-    The numbers are those of the program as written. The compiled program can differ: XLA may
-    combine collectives of one kind, which makes fewer rounds of the same bytes, may remove needless
-    ones, and widens 16-bit floats in sums on CPU.
+    It traces the exchange for `workers` workers, which takes neither devices nor memory, and counts
+    the collectives of the traced program as `wire_bytes` does. The compiled program can differ: XLA
+    may combine collectives of one kind, which makes fewer rounds of the same bytes, may remove
+    needless ones, and widens 16-bit floats in sums on CPU.
 
     Args:
         exchange: a reducer, a gradient transformation (one `update` is traced), or a function of
@@ -68,16 +66,15 @@ def traced_bytes(
     >>> moved.payload, moved.received
     (80000, 81840000)
     """
-    extents = _extents(workers, axis_name)
+    given = workers if isinstance(workers, Mapping) else {axis_name: workers}
+    extents = {axis: static_count("workers", extent) for axis, extent in given.items()}
     run: Callable[[Any, Any], Any]
     init: Callable[[Any], Any]
     if isinstance(exchange, optax.GradientTransformation):
         tx = exchange
         run, init = lambda x, state: tx.update(x, state, x), tx.init
     elif callable(exchange) and hasattr(exchange, "init"):
-        size, reducer = static_int("shapes", shapes), exchange
-        if size < 1:
-            raise ValueError(f"shapes={size} must be at least 1: pass the elements of the vector")
+        size, reducer = static_count("shapes", shapes), exchange
         shapes = jax.ShapeDtypeStruct((size,), jnp.float32)
         run, init = functools.partial(reducer, axis_name=axis_name), lambda x: reducer.init(size)
     elif callable(exchange):
@@ -88,18 +85,10 @@ def traced_bytes(
             f"exchange={exchange!r} must be a reducer, a gradient transformation or a function: "
             "pass jaxsparse.top_k(0.01), or a whole step, compiled, to jaxsparse.traffic.wire_bytes"
         )
-    # The caller may be in a trace, of which a new thread knows nothing.
+    # The caller may be in a trace or under a mesh, of which a new thread knows nothing.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         program = thread.submit(_traced, run, init, shapes, extents).result()
     return _traffic(program, extents)
-
-
-def _extents(workers: int | Mapping[str, int], axis_name: str) -> dict[str, int]:
-    given = workers if isinstance(workers, Mapping) else {axis_name: workers}
-    extents = {axis: static_int("workers", extent) for axis, extent in given.items()}
-    if not extents or not 0 < min(extents.values()) <= max(extents.values()) < 2**31:
-        raise ValueError(f"workers={workers} must be at least 1, and below 2**31")
-    return extents
 
 
 def _traced(
