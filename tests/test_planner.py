@@ -294,7 +294,7 @@ def test_a_printed_program_trains(pair, usual_jax):
 def test_a_printed_program_of_an_island_trains(pair, tmp_path, usual_jax):
     recipe, optimizer = pair
     settings = {"overlap": 0, "grace": 0.05, "quorum": 1}
-    text = recipe.on_islands(optimizer, settings).replace("s3://bucket/run-7", str(tmp_path))
+    text = recipe.written(optimizer, 12, settings).replace("s3://bucket/run-7", str(tmp_path))
     scope = data()
     before = float(scope["loss_of"](scope["params"], scope["batches"][0]))
     exec(text, scope)

@@ -221,6 +221,8 @@ def test_function_lowered_compiled_and_text_agree():
 def test_wrong_programs_are_refused():
     with pytest.raises(TypeError, match=r"jax\.jit"):
         wire_bytes(psum)
+    with pytest.raises(ValueError, match="only a jitted function takes arguments, no str"):
+        wire_bytes(hlo("ROOT " + all_reduce()), mesh(W))
     with pytest.raises(ValueError, match="StableHLO"):
         wire_bytes(jax.jit(jnp.sin).lower(1.0).as_text())
     with pytest.raises(ValueError, match="ENTRY"):

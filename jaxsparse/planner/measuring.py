@@ -70,21 +70,23 @@ def measure_network(
     workers = count_workers(mesh, axis_name)
     if workers < 2:
         raise ValueError(f"mesh={mesh} has one worker, which exchanges nothing: give two or more")
-    limit = static_float("seconds", seconds)
+    left = static_float("seconds", seconds)
     sizes = sorted({static_count("words", each) for each in words})
     if len(sizes) < 2:
         raise ValueError(f"words={words!r} must be two or more sizes")
     exchanges, timings = _exchanges(workers, axis_name), []
     barrier = _placed(exchanges["all-reduce"], workers, mesh, axis_name)
-    for size in sizes:
+    programs = len(sizes) * len(exchanges)
+    for size in sizes:  # small sizes leave their share of the time to large ones
         for op, exchange in exchanges.items():
             n = -(-size // workers) * workers
             program = _placed(exchange, n, mesh, axis_name)
             jax.block_until_ready(program())  # compiles, and opens connections
             spent = [_slowest(program, barrier)]
             # All processes see the same times, so they decide alike.
-            more = min(_REPEATS, int(limit / len(sizes) / len(exchanges) / spent[0])) - 1
+            more = min(_REPEATS, int(left / programs / spent[0])) - 1
             spent += [_slowest(program, barrier) for _ in range(more)]
+            left, programs = max(0.0, left - sum(spent)), programs - 1
             received = RECEIVED[op](workers) * 4 * n
             timings.append((rounds(op, workers), received, statistics.median(spent)))
     return fit_link(timings)

@@ -1,8 +1,4 @@
-"""One recipe for a run, or none: what a trainer gains, what that costs, and how to write it.
-
-Seconds are those of the alpha-beta model, and of passes over a device's memory. Bytes are read from
-traced programs. Costs were measured (`planner.recipes`).
-"""
+"""One recipe for a run, or none: what a trainer gains, what that costs, and how to write it."""
 
 import dataclasses
 import functools
@@ -204,21 +200,19 @@ def plan(
     near = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
     best = min(near, key=lambda f: f.cost.nats, default=None)
     program = ""
-    if best is not None and islands:
-        every = best.recipe.every
-        sending = link.seconds(1, best.received * every / (workers - 1))
-        settings = {
-            "overlap": best.overlap,
-            # To send a message, and what islands of one speed differ by.
-            "grace": float(math.ceil(sending + every * step_seconds / 10 + 1)),
-            # Of two, one goes on alone. Of more, one waits for another.
-            "quorum": 2 if workers > 2 else 1,
-        }
-        program = best.recipe.on_islands(optimizer, settings)
-    elif best is not None:
-        options = {"bucket_size": str(_BUCKET)} if size > _LONGEST else {}
-        program = best.recipe.written(optimizer, steps, **options)
     if best is not None:
+        options = {"bucket_size": str(_BUCKET)} if size > _LONGEST and not islands else {}
+        every, island = best.recipe.every, None
+        if islands:
+            sending = link.seconds(1, best.received * every / (workers - 1))
+            island = {
+                "overlap": best.overlap,
+                # To send a message, and what islands of one speed differ by.
+                "grace": float(math.ceil(sending + every * step_seconds / 10 + 1)),
+                # Of two, one goes on alone. Of more, one waits for another.
+                "quorum": 2 if workers > 2 else 1,
+            }
+        program = best.recipe.written(optimizer, steps, island, **options)
         answer = (
             f"{dense.hours / best.hours:.3g} times as fast. It cost {best.cost} above dense "
             f"{optimizer}, of at most {nats:g}, on {MEASURED}: no prediction for yours."

@@ -170,35 +170,35 @@ class Recipe(NamedTuple):
         first = self.warm * steps // 100
         return first + math.ceil((steps - first) / self.every)
 
-    def written(self, optimizer: str, steps: int, **options: str) -> str:
-        """The recipe as a program, for a run of so many steps, with options of the exchange."""
+    def written(
+        self,
+        optimizer: str,
+        steps: int,
+        island: Mapping[str, Any] | None = None,
+        **options: str,
+    ) -> str:
+        """The recipe as a program, for a run of so many steps, with options of the exchange.
+
+        With `island`, settings of `jaxsparse.islands.Islands`, it is the program of an island.
+        """
+        every, outer, template = str(self.every), "1.0", _LOCAL if island is None else _ISLANDS
         if self.what == "gradients":
-            exchange = EXCHANGES[self.exchange].written(**options)
-            return _GRADIENTS.format(inner=_INNER[optimizer], exchange=exchange)
-        every = f"{self.every}"
-        if first := self.warm * steps // 100:
-            every = f"jaxsparse.Stages((1, {self.every}), ({first},))"
-        parts = {"worker": "worker", "jit": "", "every": every}
-        return _LOCAL.format(**self._parts(optimizer, options), **parts)
-
-    def on_islands(self, optimizer: str, settings: Mapping[str, Any]) -> str:
-        """The recipe as the program of an island, with settings of `jaxsparse.islands.Islands`."""
-        options = {name: text for name, (text, _) in island_options(self.exchange).items()}
-        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        parts = {"worker": "island", "jit": "@jax.jit\n", "every": self.every, "settings": given}
-        return _ISLANDS.format(**self._parts(optimizer, options), **parts)
-
-    def _parts(self, optimizer: str, options: Mapping[str, str]) -> dict[str, str]:
-        """What local steps, the exchange, and the mean displacement's optimizer are, as Python."""
-        outer = "1.0"
+            template = _GRADIENTS
         if self.what == "diloco":
             outer = f"{NESTEROV[0]}, {NESTEROV[1]}, nesterov=True"
-        exchange = EXCHANGES[self.exchange].written(**options)
-        return {
-            "inner": _INNER[optimizer],
-            "exchange": exchange,
-            "optimizer": f"optax.sgd({outer})",
-        }
+        if first := self.warm * steps // 100:
+            every = f"jaxsparse.Stages((1, {self.every}), ({first},))"
+        if island is not None:
+            options |= {name: text for name, (text, _) in island_options(self.exchange).items()}
+        return template.format(
+            inner=_INNER[optimizer],
+            exchange=EXCHANGES[self.exchange].written(**options),
+            optimizer=f"optax.sgd({outer})",
+            every=every,
+            worker="worker" if island is None else "island",
+            jit="" if island is None else "@jax.jit\n",
+            settings=", ".join(f"{name}={value!r}" for name, value in (island or {}).items()),
+        )
 
 
 def _recipe(name: str, **costs: tuple[float, float, int] | tuple[float]) -> Recipe:

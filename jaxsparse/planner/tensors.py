@@ -79,9 +79,8 @@ def select_tensors(
         T_spr = (W - 1) (alpha + gamma 4 d / B)     ring all-gather of compressed messages
 
     gamma is the bytes of a message over those of the tensor, 2 * density. (The paper prints 1 / W
-    where the saving has 2 / W.) The saving is largest for about sqrt(2 / gamma) workers. The model
-    looks at each tensor by itself. Here all dense leaves travel in one message, so small ones cost
-    next to nothing: this is why `is_dense` excludes them by default.
+    where the saving has 2 / W.) The model looks at each tensor by itself. Here all dense leaves
+    travel in one message, so small ones cost next to nothing, and travel dense by default.
 
     Args:
         params: tree of arrays or of `jax.ShapeDtypeStruct`s like the gradients.

@@ -113,10 +113,13 @@ def _read(
     program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, jax.stages.Compiled | None]:
     """The HLO text of a program, and the program, if it was not given as text."""
-    if isinstance(program, str):
-        return program, None
-    if hasattr(program, "lower"):
+    is_text = isinstance(program, str)
+    if hasattr(program, "lower") and not is_text:
         program = program.lower(*args, **kwargs)
+    elif args or kwargs:
+        raise ValueError(f"only a jitted function takes arguments, no {type(program).__name__}")
+    if is_text:
+        return program, None
     program = getattr(program, "lowered", program)  # of nnx.jit and equinox.filter_jit
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()
