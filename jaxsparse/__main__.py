@@ -2,28 +2,22 @@
 
 import argparse
 import json
+import math
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxsparse.comm.links import Link
-from jaxsparse.planner import units
 from jaxsparse.planner.planning import MEMORY_BANDWIDTH, plan
+
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "b": 1e9}
+_IN_A_SECOND = {"ns": 10**9, "us": 10**6, "µs": 10**6, "μs": 10**6, "ms": 1000, "s": 1}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand.
-
-    Args:
-        argv: arguments. None: the process's own.
-
-    Returns:
-        The exit code: 0, or 2 if settings don't fit together.
-
-    Raises:
-        SystemExit: an argument can't be read.
-    """
+    """Runs a subcommand. Returns the exit code: 0, or 2 if settings don't fit together."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -34,46 +28,76 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def count(text: str) -> int:
+    """A whole number of at least 1; ValueError for another text.
+
+    >>> count("110M"), count("1.5B"), count("84_000")
+    (110000000, 1500000000, 84000)
+    """
+    number, prefix = _split(re.sub("[_,]", "", text).lower(), "([kmgtb]?)")
+    found = number * _PREFIXES[prefix]
+    if not 0.5 < found < math.inf or not math.isclose(found, round(found)):
+        raise ValueError(f"{text!r} is no whole number")
+    return round(found)
+
+
+def bandwidth(text: str) -> float:
+    """Bytes a second. A small b is a bit, a capital B a byte; ValueError for another text.
+
+    >>> bandwidth("10Gbit"), bandwidth("100mbit/s"), bandwidth("1.25GB/s")
+    (1250000000.0, 12500000.0, 1250000000.0)
+    """
+    number, prefix, unit = _split(text, "([kmgtKMGT]?)(bit|bit/s|bps|b/s|B|B/s)")
+    return number * _PREFIXES[prefix.lower()] / (1 if unit.startswith("B") else 8)
+
+
+def time(text: str) -> float:
+    """Seconds, or 0 without a unit; ValueError for another text.
+
+    >>> time("50us"), time("2 ms"), time("0")
+    (5e-05, 0.002, 0.0)
+    """
+    number, unit = _split(text, "(ns|us|µs|μs|ms|s|)")
+    if number and not unit:
+        raise ValueError(f"{text!r} has no unit")
+    return number / _IN_A_SECOND[unit or "s"]
+
+
+def _split(text: str, unit: str) -> tuple[Any, ...]:
+    """The number of a text, and the groups of its unit, a regular expression."""
+    found = re.fullmatch(rf"\s*(\d*\.?\d+(?:[eE][+-]?\d+)?)\s*{unit}\s*", text)
+    if not found:
+        raise ValueError(f"{text!r} can't be read")
+    return float(found[1]), *found.groups()[1:]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jaxsparse", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
 
     planning = commands.add_parser(
-        "plan",
-        help="one recipe for a run, with its hours, bytes and cost, or none",
-        description='Answers "leave your trainer as it is", or one recipe as Python, with hours, '
-        "bytes, and what it cost where it was measured.",
+        "plan", help="one recipe for a run as Python, with its hours, bytes and cost, or none"
     )
     planning.set_defaults(run=_plan)
     add = planning.add_argument
-    add("--params", type=_read(units.count), required=True, help="number of elements: 110M, 1.5B")
+    add("--params", type=count, required=True, help="number of elements: 110M, 1.5B")
     which = planning.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--workers",
-        type=_read(units.count),
+        type=count,
         metavar="W",
-        help="number of workers that exchange: hosts or sites, or the devices of one host",
+        help="workers that exchange: hosts or sites, or the devices of one host",
     )
     which.add_argument(
         "--islands",
-        type=_read(units.count),
+        type=count,
         metavar="N",
-        help="islands that meet in an object store (jaxsparse.islands)",
+        help="islands, which meet in an object store (jaxsparse.islands)",
     )
-    add(
-        "--bandwidth",
-        type=_read(units.bytes_per_second),
-        required=True,
-        help="of a worker: 10Gbit, 1.25GB/s; NVLink of a host: 450GB/s",
-    )
-    add("--latency", type=_read(units.seconds), help="of a message (50us; of islands 20ms)")
-    add(
-        "--step",
-        type=_read(units.seconds),
-        required=True,
-        help="time of a step without its exchange: 120ms",
-    )
-    add("--steps", type=_read(units.count), default=100_000, help="of the whole run (100k)")
+    add("--bandwidth", type=bandwidth, required=True, help="of a worker: 10Gbit, 1.25GB/s")
+    add("--latency", type=time, help="of a message (50us; of islands 20ms)")
+    add("--step", type=time, required=True, help="time without its exchange: 120ms")
+    add("--steps", type=count, default=100_000, help="of the whole run (100k)")
     add("--optimizer", default="adamw", help="adamw or muon (adamw)")
     add(
         "--nats",
@@ -81,14 +105,10 @@ def _parser() -> argparse.ArgumentParser:
         default=0.1,
         help="of held-out loss that a recipe may cost at most, above dense gradients (0.1)",
     )
-    add(
-        "--dtype",
-        default="float32",
-        help="in which gradients travel now: float32 or bfloat16 (float32)",
-    )
+    add("--dtype", default="float32", help="of gradients now: float32 or bfloat16 (float32)")
     add(
         "--memory-bandwidth",
-        type=_read(units.bytes_per_second),
+        type=bandwidth,
         default=MEMORY_BANDWIDTH,
         help="of a device: 2TB/s (an H100's)",
     )
@@ -96,20 +116,14 @@ def _parser() -> argparse.ArgumentParser:
 
     watching = commands.add_parser(
         "islands",
-        help="show who takes part in a run of islands, from its store",
-        description="Shows the last rounds of a run of islands: whose messages counted, who was "
-        "late, and who has posted in the open round. It reads the store alone.",
+        help="show the last rounds of a run of islands, from its store: whose messages counted, "
+        "who was late, and who has posted in the open round",
     )
     watching.set_defaults(run=_islands)
     add = watching.add_argument
     add("url", help="the run's folder, or s3://bucket/run, gs://bucket/run, az://container/run")
-    add("--rounds", type=_read(units.count), default=20, help="number of rounds to show (20)")
-    add(
-        "--every",
-        type=_read(units.seconds),
-        metavar="TIME",
-        help="look again after this time, until interrupted: 5s",
-    )
+    add("--rounds", type=count, default=20, help="number of rounds to show (20)")
+    add("--every", type=time, metavar="TIME", help="look again after so long: 5s")
     return parser
 
 
@@ -119,16 +133,6 @@ def _islands(args: argparse.Namespace) -> None:
     if "://" not in args.url and not Path(args.url).is_dir():  # a store would make it
         raise ValueError(f"{args.url!r} is no folder: give that of a run, or a URL")
     watch.show(Store(args.url), args.rounds, args.every)
-
-
-def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
 
 
 def _plan(args: argparse.Namespace) -> None:

@@ -221,8 +221,8 @@ def test_function_lowered_compiled_and_text_agree():
 def test_wrong_programs_are_refused():
     with pytest.raises(TypeError, match=r"jax\.jit"):
         wire_bytes(psum)
-    with pytest.raises(ValueError, match="drop them"):
-        wire_bytes(hlo("ROOT " + all_reduce()), jnp.ones(3))
+    with pytest.raises(ValueError, match="only a jitted function takes arguments, no str"):
+        wire_bytes(hlo("ROOT " + all_reduce()), mesh(W))
     with pytest.raises(ValueError, match="StableHLO"):
         wire_bytes(jax.jit(jnp.sin).lower(1.0).as_text())
     with pytest.raises(ValueError, match="ENTRY"):
@@ -301,7 +301,6 @@ def test_variadic_operands_and_index_comments():
     )
     (only,) = wire_bytes(text).collectives
     assert only.shapes == ("f32[16]", "bf16[2,3]", "s32[]")
-    assert only.dtypes == ("f32", "bf16", "s32")
     assert only.payload_bytes == 64 + 12 + 4
 
 
@@ -469,7 +468,10 @@ def test_computations_that_nothing_calls_do_not_count():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("custom-call(%x), called_computations={%skip, %exchange}", "custom-call 'o' calls"),
+        (
+            "custom-call(%x), called_computations={%skip, %exchange}",
+            "custom-call 'o' .* runs 'm' a number",
+        ),
         ("call(%x), to_apply=%absent", "'absent'"),
         ("send(%x, %x), channel_id=1", "point-to-point"),
         (f"all-gather(%absent), {GROUPS}", "no known type"),

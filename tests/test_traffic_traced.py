@@ -100,7 +100,7 @@ def test_an_update_equals_what_is_compiled(name):
 
 
 def test_it_can_be_asked_within_an_exchange():
-    """It can be asked by code that shard_map or vmap traces."""
+    """It can be asked by code that shard_map or vmap traces, and under a mesh."""
     found = []
 
     def ask(x):
@@ -111,7 +111,9 @@ def test_it_can_be_asked_within_an_exchange():
         jnp.ones((3, 4))
     )
     jax.jit(jax.vmap(ask, axis_name="data")).lower(jnp.ones((3, 4)))
-    assert found == [traced_bytes(TopK(0.01), 1000, 16)] * 2
+    with jax.set_mesh(mesh(2)):
+        ask(None)
+    assert found == [traced_bytes(TopK(0.01), 1000, 16)] * 3
     assert found[0].payload == 80
 
 

@@ -28,7 +28,7 @@ from digits import number
 from launch import Outcome, launch
 from records import Records
 
-from jaxsparse.planner.units import count
+from jaxsparse.__main__ import count
 
 _FOLDER = Path(__file__).parent
 _TRAIN = _EXAMPLES / "multihost" / "train.py"

@@ -4,15 +4,12 @@ from jaxsparse.comm.links import Link as Link, rounds as rounds
 from jaxsparse.planner.measuring import (
     Autotuned as Autotuned,
     autotune as autotune,
-    fit_link as fit_link,
-    interleaved as interleaved,
     measure_network as measure_network,
 )
 from jaxsparse.planner.planning import (
     Forecast as Forecast,
     Moved as Moved,
     Plan as Plan,
-    exchange_seconds as exchange_seconds,
     plan as plan,
 )
 from jaxsparse.planner.recipes import RECIPES as RECIPES, Cost as Cost, Recipe as Recipe

@@ -17,6 +17,7 @@ from jaxtyping import Array
 from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
+from jaxsparse.traffic.report import RECEIVED
 from jaxsparse.training.sharding import count_workers, shard
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ T = TypeVar("T")
 _NO_LATENCY, _NO_LIMIT = 1e-9, 1e15
 # Number of exchanges before the timed ones. B-SAG's h crosses its whole range in 12.
 _SETTLING = 20
+_REPEATS = 9  # of an exchange, at most, where a network is measured
 
 
 def _elapsed(run: Callable[[], Any]) -> float:
@@ -51,7 +53,6 @@ def measure_network(
     axis_name: str = "data",
     *,
     words: Sequence[int] = (1, 2**10, 2**14, 2**18),
-    repeats: int = 9,
     seconds: float = 10.0,
 ) -> Link:
     """Times sums, all-gathers, all-to-alls and permutations, and fits a latency and a bandwidth.
@@ -64,31 +65,30 @@ def measure_network(
         mesh: the mesh of the workers, with at least two along `axis_name`.
         axis_name: the mesh axis of the workers.
         words: sizes to exchange, in words of 4 bytes: two or more.
-        repeats: largest number of repetitions of each program. The first one is always timed.
-        seconds: time limit for the others. Compiling takes some more seconds.
+        seconds: time limit for repeating exchanges. Compiling takes some more seconds.
     """
     workers = count_workers(mesh, axis_name)
     if workers < 2:
         raise ValueError(f"mesh={mesh} has one worker, which exchanges nothing: give two or more")
-    repeats, limit = static_count("repeats", repeats), static_float("seconds", seconds)
+    left = static_float("seconds", seconds)
     sizes = sorted({static_count("words", each) for each in words})
     if len(sizes) < 2:
         raise ValueError(f"words={words!r} must be two or more sizes")
-    left, timings = limit, []
-    collectives = _collectives(workers, axis_name)
-    barrier = _placed(collectives["all-reduce"][0], workers, mesh, axis_name)
-    programs = len(sizes) * len(collectives)
+    exchanges, timings = _exchanges(workers, axis_name), []
+    barrier = _placed(exchanges["all-reduce"], workers, mesh, axis_name)
+    programs = len(sizes) * len(exchanges)
     for size in sizes:  # small sizes leave their share of the time to large ones
-        for op, (exchange, share) in collectives.items():
+        for op, exchange in exchanges.items():
             n = -(-size // workers) * workers
             program = _placed(exchange, n, mesh, axis_name)
             jax.block_until_ready(program())  # compiles, and opens connections
             spent = [_slowest(program, barrier)]
             # All processes see the same times, so they decide alike.
-            more = min(repeats, int(left / programs / spent[0])) - 1
+            more = min(_REPEATS, int(left / programs / spent[0])) - 1
             spent += [_slowest(program, barrier) for _ in range(more)]
             left, programs = max(0.0, left - sum(spent)), programs - 1
-            timings.append((rounds(op, workers), share * 4 * n, statistics.median(spent)))
+            received = RECEIVED[op](workers) * 4 * n
+            timings.append((rounds(op, workers), received, statistics.median(spent)))
     return fit_link(timings)
 
 
@@ -104,33 +104,23 @@ def fit_link(timings: Sequence[tuple[float, float, float]]) -> Link:
     >>> round(fitted.latency, 7), round(fitted.bandwidth)
     (0.0001, 100000000)
     """
-    if not timings or min(map(min, timings)) < 0 or not min(s for *_, s in timings) > 0:
-        raise ValueError(f"timings={timings} must have positive seconds, and no negative number")
-    terms = np.array([[waits, received] for waits, received, _ in timings], float)
-    rows = terms / np.array([[seconds] for *_, seconds in timings])  # each should add up to 1
-    found = []
-    for kept in ([0, 1], [0], [1]):
-        some = np.linalg.lstsq(rows[:, kept], np.ones(len(rows)), rcond=None)[0]
-        both = np.zeros(2)
-        both[kept] = some
-        if (both >= 0).all():
-            found.append((float(np.sum((rows @ both - 1) ** 2)), *map(float, both)))
-    _, latency, beta = min(found)
+    from scipy.optimize import nnls  # not at the top, because it takes long to import
+
+    found = np.array(timings, float)
+    rows = found[:, :2] / found[:, 2:]  # the terms of each should add up to 1
+    scales = rows.max(axis=0)
+    latency, beta = nnls(rows / scales, np.ones(len(rows)))[0] / scales
     return Link(max(latency, _NO_LATENCY), 1 / max(beta, 1 / _NO_LIMIT))
 
 
-def _collectives(workers: int, axis_name: str) -> dict[str, tuple[Callable[[Array], Array], float]]:
-    """By XLA's opcode: an exchange, and its received bytes over those of its operand."""
-    share, on = (workers - 1) / workers, functools.partial
+def _exchanges(workers: int, axis_name: str) -> dict[str, Callable[[Array], Array]]:
+    """An exchange by XLA's opcode."""
     ring = [(i, (i + 1) % workers) for i in range(workers)]
     return {
-        "all-reduce": (on(wire.psum, axis_name=axis_name), 2 * share),
-        "all-gather": (on(wire.all_gather, axis_name=axis_name), workers - 1),
-        "all-to-all": (
-            lambda x: wire.all_to_all(x.reshape(workers, -1), axis_name=axis_name),
-            share,
-        ),
-        "collective-permute": (lambda x: wire.permute(x, axis_name, ring), 1),
+        "all-reduce": lambda x: wire.psum(x, axis_name),
+        "all-gather": lambda x: wire.all_gather(x, axis_name),
+        "all-to-all": lambda x: wire.all_to_all(x.reshape(workers, -1), axis_name),
+        "collective-permute": lambda x: wire.permute(x, axis_name, ring),
     }
 
 
@@ -175,9 +165,9 @@ def autotune(
 ) -> Autotuned:
     """Times the exchange of gradients with each candidate, and returns the fastest.
 
-    SparDL (section III-D) chooses its number of teams from an epoch with each. Only the exchange
-    differs, so only exchanges are timed, of gradients drawn at random, half of whose energy is
-    common to all workers. The first 20 are not timed: messages adapt (`spardl`, "bruck").
+    SparDL (section III-D) chooses its number of teams from an epoch with each. Here exchanges alone
+    are timed, of normal gradients, half of whose energy is common to all workers. The first 20 are
+    not timed: messages adapt (`spardl`, "bruck").
 
         teams = [t for t in range(1, workers + 1) if workers % t == 0]
         make = lambda teams: jaxsparse.spardl(0.01, teams=teams, gather="bruck")
@@ -195,50 +185,34 @@ def autotune(
     """
     if not candidates:
         raise ValueError(f"candidates={candidates} is empty: give at least one setting to try")
-    repeats = static_count("repeats", repeats)
-    gradients = _drawn(params, mesh, axis_name)
-    runs = {
-        candidate: _exchange(make(candidate), params, gradients, mesh, axis_name)
-        for candidate in candidates
-    }
+    repeats, workers = static_count("repeats", repeats), count_workers(mesh, axis_name)
+    leaves, treedef = jax.tree.flatten(params)
+
+    def draw() -> Any:
+        keys = jax.random.split(jax.random.key(0), 2 * len(leaves))
+        normal = lambda key, leaf, rows: jax.random.normal(key, (rows, *leaf.shape), leaf.dtype)
+        pairs = zip(keys[::2], keys[1::2], leaves)
+        rows = [normal(common, x, 1) + normal(own, x, workers) for common, own, x in pairs]
+        return jax.tree.unflatten(treedef, rows)
+
+    gradients = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec(axis_name)))()
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+
+    def exchange(candidate: T) -> Callable[[], Any]:
+        tx = make(candidate)
+        step, state = jax.jit(tx.update), shard(tx.init(zeros), mesh, axis_name)
+
+        def run() -> Any:
+            nonlocal state
+            means, state = step(gradients, state, zeros)
+            return means, state
+
+        return run
+
+    runs = {candidate: exchange(candidate) for candidate in candidates}
     times = interleaved(runs, repeats, warm_up=_SETTLING)
     medians = np.array([statistics.median(times[candidate]) for candidate in candidates])
     if jax.process_count() > 1:
         medians = multihost_utils.broadcast_one_to_all(medians)
     seconds = dict(zip(candidates, map(float, medians)))
     return Autotuned(min(candidates, key=seconds.__getitem__), seconds)
-
-
-def _exchange(
-    tx: optax.GradientTransformationExtraArgs,
-    params: Any,
-    gradients: Any,
-    mesh: Mesh,
-    axis_name: str,
-) -> Callable[[], Any]:
-    """A function that exchanges these gradients once more."""
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-    state = shard(tx.init(zeros), mesh, axis_name)
-    step = jax.jit(tx.update)
-
-    def run() -> Any:
-        nonlocal state
-        means, state = step(gradients, state, zeros)
-        return means, state
-
-    return run
-
-
-def _drawn(params: Any, mesh: Mesh, axis_name: str) -> Any:
-    """Normal gradients with a row for each worker, made on its devices."""
-    leaves, treedef = jax.tree.flatten(params)
-    workers = count_workers(mesh, axis_name)
-
-    def draw() -> list[jax.Array]:
-        keys = jax.random.split(jax.random.key(0), 2 * len(leaves))
-        normal = lambda key, leaf, rows: jax.random.normal(key, (rows, *leaf.shape), leaf.dtype)
-        pairs = zip(keys[::2], keys[1::2], leaves)
-        return [normal(common, x, 1) + normal(own, x, workers) for common, own, x in pairs]
-
-    rows = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec(axis_name)))()
-    return jax.tree.unflatten(treedef, rows)

@@ -1,8 +1,4 @@
-"""One recipe for a run, or none: what a trainer gains, what that costs, and how to write it.
-
-Seconds are those of the alpha-beta model, and of passes over a device's memory. Bytes are read from
-traced programs. Costs were measured (`planner.recipes`).
-"""
+"""One recipe for a run, or none: what a trainer gains, what that costs, and how to write it."""
 
 import dataclasses
 import functools
@@ -48,20 +44,9 @@ class Moved(NamedTuple):
 
     @classmethod
     def counted(cls, moved: WireBytes) -> "Moved":
-        """What a program's collectives move, one after the other."""
+        """What a program's collectives move."""
         waits = sum(c.count * rounds(c.op, c.group_size) for c in moved.collectives)
         return cls(waits, moved.received)
-
-
-def exchange_seconds(
-    moved: Moved, link: Link, *, passed: float = 0.0, memory_bandwidth: float = MEMORY_BANDWIDTH
-) -> float:
-    """Seconds of an exchange in which the device reads and writes `passed` bytes of its memory.
-
-    >>> exchange_seconds(Moved(2, 16), Link(0.25, 8.0), passed=4.0, memory_bandwidth=8.0)
-    3.0
-    """
-    return link.seconds(*moved) + passed / memory_bandwidth
 
 
 @functools.lru_cache(maxsize=256)
@@ -77,15 +62,14 @@ def moved_by(
     count = 1 if size <= _LONGEST else -(-size // _BUCKET)
     shapes = {"w": (1, -(-size // count)), "b": (-(-dense_size // count),)}
     tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    if not islands:
-        moved = traced_bytes(EXCHANGES[exchange].transformation(), tree, workers)
-        waits, received = Moved.counted(moved)
-        return Moved(count * waits, count * received)
-    # Of two, one receives a message of the other.
     options = {name: value for name, (_, value) in island_options(exchange).items()}
-    tx = EXCHANGES[exchange].transformation(**{**options, "axis_name": "data"})
-    message = count * traced_bytes(tx, tree, 2).received
-    return Moved(workers + _REQUESTS, workers * message)
+    options["axis_name"] = "data"
+    tx = EXCHANGES[exchange].transformation(**options if islands else {})
+    # Of two islands, one receives a message of the other.
+    waits, received = Moved.counted(traced_bytes(tx, tree, 2 if islands else workers))
+    if islands:
+        return Moved(workers + _REQUESTS, workers * count * received)
+    return Moved(count * waits, count * received)
 
 
 class Forecast(NamedTuple):
@@ -144,11 +128,9 @@ def plan(
     Of recipes that take a tenth less time than dense gradients and cost at most `nats`, it takes
     the fastest, or one that takes up to 5 % longer and costs less. A step takes `step_seconds` and
     its share of an exchange: rounds times latency, plus received bytes over bandwidth, plus passes
-    over memory. Nothing overlaps but an island's exchange, beside which it goes on.
-
-    An island's exchange goes through a store. With N islands, messages of m bytes, latency L and
-    bandwidth B it takes N (L + m / B) + 5 L, and islands look at the store every 0.2 s. Failures,
-    joining and snapshots are not in it.
+    over memory. Nothing overlaps but an island's exchange, which goes through a store: with N
+    islands, messages of m bytes, latency L and bandwidth B it takes N (L + m / B) + 5 L, and
+    islands look at the store every 0.2 s.
 
     Costs were measured on a small model, in a short run. They tell recipes apart, and are no
     prediction for yours.
@@ -172,18 +154,13 @@ def plan(
     >>> str(slow.best.recipe), slow.speedup > 5
     ('local 3, int4', True)
     """
-    workers, steps = static_count("workers", workers), static_count("steps", steps)
-    if workers < 2:
-        raise ValueError("workers=1 exchanges nothing: leave your trainer as it is")
+    workers, steps = static_count("workers", workers, 2), static_count("steps", steps)
     if not isinstance(link, Link):
-        raise ValueError(
-            f"link={link!r} must be a jaxsparse.Link(latency=..., bandwidth=...), in seconds and "
-            "bytes a second"
-        )
+        raise ValueError(f"link={link!r} must be a jaxsparse.Link(latency=..., bandwidth=...)")
     for name, value in (("step_seconds", step_seconds), ("memory_bandwidth", memory_bandwidth)):
         if not 0 < static_float(name, value) < math.inf:
             raise ValueError(f"{name}={value} must be above 0 and finite")
-    if not static_float("nats", nats) >= 0:
+    if static_float("nats", nats) < 0:
         raise ValueError(f"nats={nats} must be at least 0")
     for name, asked, known in (
         ("optimizer", optimizer, ("adamw", "muon")),
@@ -192,21 +169,20 @@ def plan(
         if asked not in known:
             raise ValueError(f"{name}={asked!r} is unknown: use one of {', '.join(known)}")
     size, dense_size = _elements(params)
+    others = (workers - 1) / workers
 
     def forecast(recipe: Recipe, islands: bool, share: float = 1.0) -> Forecast:
         moved = moved_by(recipe.exchange, size, dense_size, workers, islands=islands)
-        moved = moved._replace(received=share * moved.received)
+        received, overlap = share * moved.received, 0
         passed = 8 * EXCHANGES[recipe.exchange].passes * (size + dense_size)
-        seconds = exchange_seconds(moved, link, passed=passed, memory_bandwidth=memory_bandwidth)
-        others, overlap = (workers - 1) / workers, 0
+        seconds = link.seconds(moved.messages, received) + passed / memory_bandwidth
         if islands:  # its own message is sent, and all but one look in vain
-            moved = moved._replace(received=others * moved.received)
-            seconds += others * _POLL
+            received, seconds = others * received, seconds + others * _POLL
             overlap = min(recipe.every - 1, math.ceil(seconds / step_seconds))
         exchanges = recipe.exchanges(steps) / steps
         step = step_seconds + exchanges * max(0.0, seconds - overlap * step_seconds)
         cost, hours = recipe.costs[optimizer], steps * step / 3600
-        return Forecast(recipe, exchanges * moved.received, seconds, step, hours, cost, overlap)
+        return Forecast(recipe, exchanges * received, seconds, step, hours, cost, overlap)
 
     dense = forecast(DENSE, False, 0.5 if dtype == "bfloat16" else 1.0)
     found = sorted(
@@ -224,27 +200,32 @@ def plan(
     near = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
     best = min(near, key=lambda f: f.cost.nats, default=None)
     program = ""
-    answer = (
-        f"Leave your trainer as it is: no recipe that cost at most {nats:g} nats a byte with its "
-        f"spread, on {MEASURED}, saves a tenth of the hours."
-    )
     if best is not None:
+        options = {"bucket_size": str(_BUCKET)} if size > _LONGEST and not islands else {}
+        every, island = best.recipe.every, None
+        if islands:
+            sending = link.seconds(1, best.received * every / (workers - 1))
+            island = {
+                "overlap": best.overlap,
+                # To send a message, and what islands of one speed differ by.
+                "grace": float(math.ceil(sending + every * step_seconds / 10 + 1)),
+                # Of two, one goes on alone. Of more, one waits for another.
+                "quorum": 2 if workers > 2 else 1,
+            }
+        program = best.recipe.written(optimizer, steps, island, **options)
         answer = (
             f"{dense.hours / best.hours:.3g} times as fast. It cost {best.cost} above dense "
             f"{optimizer}, of at most {nats:g}, on {MEASURED}: no prediction for yours."
         )
-        if islands:
-            program = best.recipe.on_islands(
-                optimizer, _settings(best, link, workers, step_seconds)
-            )
-        else:
-            options = [f"bucket_size={_BUCKET}"] if size > _LONGEST else []
-            program = best.recipe.written(optimizer, steps, *options)
     elif islands:
-        least = min(f.cost.most for f in found)
         answer = (
             f"No recipe of {optimizer} for islands cost {nats:g} nats a byte or less with its "
-            f"spread, on {MEASURED}. The least is {least:.3f}."
+            f"spread, on {MEASURED}. The least is {min(f.cost.most for f in found):.3f}."
+        )
+    else:
+        answer = (
+            f"Leave your trainer as it is: no recipe that cost at most {nats:g} nats a byte with "
+            f"its spread, on {MEASURED}, saves a tenth of the hours."
         )
     given = (
         f"{size + dense_size:,} parameters, {workers} {'islands' if islands else 'workers'}, "
@@ -254,27 +235,9 @@ def plan(
     return Plan(best, program, dense, tuple(found), given, answer)
 
 
-def _settings(best: Forecast, link: Link, islands: int, step_seconds: float) -> dict[str, Any]:
-    """What islands need besides the recipe."""
-    every = best.recipe.every
-    message = best.received * every / (islands - 1)
-    return {
-        "overlap": best.overlap,
-        # To send a message, and what islands of one speed differ by.
-        "grace": float(math.ceil(link.seconds(1, message) + every * step_seconds / 10 + 1)),
-        # Of two, one goes on alone. Of more, one waits for another.
-        "quorum": 2 if islands > 2 else 1,
-    }
-
-
 def _elements(params: Any) -> tuple[int, int]:
     """The number of elements that may be compressed, and of those that travel dense."""
-    if isinstance(params, str):
-        raise ValueError(
-            f"params={params!r} must be a number of elements, or a tree of arrays or "
-            "jax.ShapeDtypeStructs"
-        )
-    if isinstance(params, numbers.Number):  # the elements of one matrix
+    if isinstance(params, numbers.Number | str):  # the elements of one matrix
         totals = [static_count("params", params), 0]
     else:
         totals = [0, 0]

@@ -7,7 +7,6 @@ of the model in `MEASURED`. A test finds them in the runs of `benchmarks/frontie
 import json
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import optax
@@ -40,30 +39,27 @@ class RecipeExchange(NamedTuple):
     """One of the systems with its settings."""
 
     system: Callable[..., optax.GradientTransformationExtraArgs]
-    first: str | int | None  # its first argument
+    args: tuple[str | int, ...]
     settings: Mapping[str, Any]
     passes: float  # computing of an exchange on an H100, in reads and writes of the vector
 
     def transformation(self, **options: Any) -> optax.GradientTransformationExtraArgs:
-        first = () if self.first is None else (self.first,)
-        return self.system(*first, **self.settings, **options)
+        return self.system(*self.args, **self.settings, **options)
 
-    def written(self, *options: str) -> str:
+    def written(self, **options: str) -> str:
         """The same as Python, with options as Python."""
-        first = () if self.first is None else (json.dumps(self.first),)
-        given = [f"{name}={value!r}" for name, value in self.settings.items()]
-        return f"jaxsparse.{self.system.__name__}({', '.join([*first, *given, *options])})"
+        settings = {**{name: repr(value) for name, value in self.settings.items()}, **options}
+        given = [*map(json.dumps, self.args), *(f"{name}={x}" for name, x in settings.items())]
+        return f"jaxsparse.{self.system.__name__}({', '.join(given)})"
 
 
 # Formats of fewer bits compute as int8 does, which was timed with 4 and with 32 workers. The time
 # of chunks grows with the workers: 9 passes for 2, 37 for 32. These are for 8.
-EXCHANGES: Mapping[str, RecipeExchange] = MappingProxyType(
-    {
-        "dense": RecipeExchange(systems.dense, None, {}, 2.3),
-        **{x: RecipeExchange(systems.quantized, x, {}, 9.3) for x in ("int4", "int2", "sign")},
-        "top 1/8": RecipeExchange(systems.chunked_top_k, 512, {"decay": 0.95}, 16.8),
-    }
-)
+EXCHANGES = {
+    "dense": RecipeExchange(systems.dense, (), {}, 2.3),
+    **{x: RecipeExchange(systems.quantized, (x,), {}, 9.3) for x in ("int4", "int2", "sign")},
+    "top 1/8": RecipeExchange(systems.chunked_top_k, (512,), {"decay": 0.95}, 16.8),
+}
 
 
 def island_options(exchange: str) -> dict[str, tuple[str, Any]]:
@@ -156,9 +152,8 @@ class Recipe(NamedTuple):
     what: str
     every: int  #: steps from one exchange to the next, H
     exchange: str  #: a key of `EXCHANGES`
-    warm: int = 0  #: percent of the steps that exchange after each one, first
-    #: by the optimizer, "adamw" or "muon", where it was trained
-    costs: Mapping[str, Cost] = MappingProxyType({})
+    warm: int  #: percent of the steps that exchange after each one, first
+    costs: Mapping[str, Cost]  #: by the optimizer, "adamw" or "muon", where it was trained
 
     def __str__(self) -> str:
         what = self.what if self.what == "gradients" else f"{self.what} {self.every}"
@@ -175,40 +170,35 @@ class Recipe(NamedTuple):
         first = self.warm * steps // 100
         return first + math.ceil((steps - first) / self.every)
 
-    def written(self, optimizer: str, steps: int, *options: str) -> str:
-        """The recipe as a program, for a run of so many steps, with options of the exchange."""
-        parts = {
-            "inner": _INNER[optimizer],
-            "exchange": EXCHANGES[self.exchange].written(*options),
-        }
+    def written(
+        self,
+        optimizer: str,
+        steps: int,
+        island: Mapping[str, Any] | None = None,
+        **options: str,
+    ) -> str:
+        """The recipe as a program, for a run of so many steps, with options of the exchange.
+
+        With `island`, settings of `jaxsparse.islands.Islands`, it is the program of an island.
+        """
+        every, outer, template = str(self.every), "1.0", _LOCAL if island is None else _ISLANDS
         if self.what == "gradients":
-            return _GRADIENTS.format(**parts)
-        every = f"{self.every}"
+            template = _GRADIENTS
+        if self.what == "diloco":
+            outer = f"{NESTEROV[0]}, {NESTEROV[1]}, nesterov=True"
         if first := self.warm * steps // 100:
             every = f"jaxsparse.Stages((1, {self.every}), ({first},))"
-        parts |= {"optimizer": self._optimizer, "every": every}
-        return _LOCAL.format(**parts, worker="worker", jit="")
-
-    def on_islands(self, optimizer: str, settings: Mapping[str, Any]) -> str:
-        """The recipe as the program of an island, with settings of `jaxsparse.islands.Islands`."""
-        options = [f"{name}={text}" for name, (text, _) in island_options(self.exchange).items()]
-        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        return _ISLANDS.format(
+        if island is not None:
+            options |= {name: text for name, (text, _) in island_options(self.exchange).items()}
+        return template.format(
             inner=_INNER[optimizer],
-            exchange=EXCHANGES[self.exchange].written(*options),
-            optimizer=self._optimizer,
-            every=self.every,
-            settings=given,
-            worker="island",
-            jit="@jax.jit\n",
+            exchange=EXCHANGES[self.exchange].written(**options),
+            optimizer=f"optax.sgd({outer})",
+            every=every,
+            worker="worker" if island is None else "island",
+            jit="" if island is None else "@jax.jit\n",
+            settings=", ".join(f"{name}={value!r}" for name, value in (island or {}).items()),
         )
-
-    @property
-    def _optimizer(self) -> str:
-        """What applies the mean displacement, as Python."""
-        if self.what == "local":
-            return "optax.sgd(1.0)"
-        return f"optax.sgd({NESTEROV[0]}, {NESTEROV[1]}, nesterov=True)"
 
 
 def _recipe(name: str, **costs: tuple[float, float, int] | tuple[float]) -> Recipe:
@@ -216,7 +206,7 @@ def _recipe(name: str, **costs: tuple[float, float, int] | tuple[float]) -> Reci
     what, exchange, warm, *_ = [*name.split(", "), "", ""]
     what, _, every = what.partition(" ")
     percent = int(warm.removeprefix("warm ").removesuffix(" %") or 0)
-    known = MappingProxyType({optimizer: Cost(*cost) for optimizer, cost in costs.items()})
+    known = {optimizer: Cost(*cost) for optimizer, cost in costs.items()}
     return Recipe(what, int(every or 1), exchange, percent, known)
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxsparse.traffic import hlo
-from jaxsparse.traffic.groups import Places, groups_of, row_major
 from jaxsparse.traffic.report import (
     RECEIVED,
     Collective,
     Conditional,
     WireBytes,
+    axes_crossed,
     check_axis,
     merged,
     scaled,
+    size_and_bytes,
 )
 
 # Opcodes that run their called computation exactly once.
@@ -43,27 +44,22 @@ def wire_bytes(
     collective-broadcast n
     ==================== =================================================================
 
-    Both are the maximum over devices, for each collective by itself. If two partial permutations
-    use different devices, the totals bound the busiest device from above. A `while` loop multiplies
-    by its trip count. The dearest branch of a conditional counts; `WireBytes.conditionals` has all
-    branches.
+    Both are the maximum over devices, for each collective by itself. A `while` loop multiplies by
+    its trip count. The dearest branch of a conditional counts; `WireBytes.conditionals` has all.
 
     The numbers are those of the compiled program, and can differ from those of the source: XLA may
     combine, split, hoist or drop collectives, and widens some types. On CPU a bf16 collective
     travels as f32 and an int4 one as int8, and is reported so. Communication inside custom calls is
     invisible. Under `jax.vmap` there is no communication.
 
-    With `mesh`, the bytes are also split by mesh axis, for any program that runs on the mesh. If
-    `moved` is the result, `moved.across("hosts")` has the bytes that cross the axis, and
-    `moved.within("hosts")` the rest.
-
     Args:
         program: a `jax.stages.Compiled`, a `jax.stages.Lowered`, a function that `jax.jit`,
             `nnx.jit` or `equinox.filter_jit` made, or the text of the compiled HLO.
         *args: arguments (or `jax.ShapeDtypeStruct` with shardings) for lowering, if `program` is a
             function.
-        mesh: the mesh that the program runs on. The order of its devices must be that of the
-            program if `program` is text, or if neither inputs nor outputs have a `NamedSharding`.
+        mesh: the mesh that the program runs on, for `moved.across("hosts")`, the bytes that cross
+            an axis, and `within`. The order of its devices must be that of the program if `program`
+            is text, or if neither inputs nor outputs have a `NamedSharding`.
         **kwargs: as `args`. Lower a function first if it takes a keyword argument `mesh` itself.
 
     Raises:
@@ -92,63 +88,38 @@ def wire_bytes(
 
 
 def crossing(
-    program: Any,
-    *args: Any,
-    axis_name: str,
-    mesh: Mesh | AbstractMesh,
-    outside: str | None = None,
-    **kwargs: Any,
+    program: Any, axis_name: str, mesh: Mesh | AbstractMesh, outside: str | None = None
 ) -> tuple[Collective, ...]:
     """Lists the collectives of a compiled program that cross a mesh axis, wherever they stand.
 
-    It is for messages that name them: `str(collective)` is one line. It lists each collective once,
-    in every branch and in loops of any length, where `wire_bytes` would need the number of trips.
-    Each `count` is 1.
+    It lists each one once, in every branch and in loops of any length, where `wire_bytes` would
+    need the number of trips. `str(collective)` is one line for messages.
 
     Args:
-        program: see `wire_bytes`.
-        *args: see `wire_bytes`.
+        program: a `jax.stages.Compiled`, or the text of the compiled HLO.
         axis_name: an axis of the mesh. A collective crosses it if two members of one of its groups
             differ along it.
         mesh: see `wire_bytes`.
         outside: a `jax.named_scope`. Collectives with this text in their `op_name` are left out,
             and so are such operands of a collective that XLA combined from several.
-        **kwargs: see `wire_bytes`.
-
-    >>> text = '''
-    ... HloModule tiny, num_partitions=4
-    ... ENTRY %main (x: f32[10]) -> f32[40] {
-    ...   %x = f32[10]{0} parameter(0)
-    ...   %s = f32[10]{0} add(%x, %x)
-    ...   ROOT %g = f32[20]{0} all-gather(%s), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0},
-    ...     metadata={op_name="jit(step)/norm"}
-    ... }
-    ... '''
-    >>> mesh = AbstractMesh((2, 2), ("hosts", "fsdp"))
-    >>> for each in crossing(text, axis_name="hosts", mesh=mesh, outside="jaxsparse_exchange"):
-    ...     print(each)
-    all-gather over hosts: f32[10] -> f32[20], 40 bytes received, from jit(step)/norm
     """
-    reader = _Reader(*_read(program, args, kwargs), mesh)
+    reader = _Reader(*_read(program, (), {}), mesh, outside, counts=False)
     check_axis(reader.axis_names, axis_name)
-    found = reader.every(reader.module.entry, set(), outside)
-    return tuple(each for each in found if axis_name in each.axes)
+    found = reader.traffic(reader.module.entry).every()
+    return tuple(dict.fromkeys(each for each in found if axis_name in each.axes))
 
 
 def _read(
     program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, jax.stages.Compiled | None]:
     """The HLO text of a program, and the program, if it was not given as text."""
-    is_function = hasattr(program, "lower") and not isinstance(program, str)
-    if (args or kwargs) and not is_function:
-        raise ValueError(
-            f"arguments are for a jitted function only, but program is a {type(program).__name__}, "
-            "which is already lowered; drop them"
-        )
-    if isinstance(program, str):
-        return program, None
-    if is_function:
+    is_text = isinstance(program, str)
+    if hasattr(program, "lower") and not is_text:
         program = program.lower(*args, **kwargs)
+    elif args or kwargs:
+        raise ValueError(f"only a jitted function takes arguments, no {type(program).__name__}")
+    if is_text:
+        return program, None
     program = getattr(program, "lowered", program)  # of nnx.jit and equinox.filter_jit
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()
@@ -163,181 +134,129 @@ def _read(
     return text, program
 
 
-def _places(
-    module: hlo.Module, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh | None
-) -> Places | None:
-    """The places of a program's workers in the mesh."""
-    if mesh is None:
-        return None
+def _positions(
+    workers: int, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh
+) -> list[int]:
+    """The number of each worker's device in the mesh."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh={mesh!r} must be a jax.sharding.Mesh or AbstractMesh")
-    workers = module.replicas * module.partitions
     if workers != mesh.size:
         raise ValueError(
             f"the program runs on {workers} devices, but mesh has {mesh.size}: compile it with "
             "arguments that are placed on the mesh, or pass the mesh that it runs on"
         )
-    places = row_major(dict(mesh.shape))
-    if program is None or isinstance(mesh, AbstractMesh):
-        return places
-    number = {device: i for i, device in enumerate(mesh.devices.flat)}
-    # All arrays of a program have their devices in one order, which is that of its workers.
-    for sharding in jax.tree.leaves((program.input_shardings, program.output_shardings)):
+    shardings = [] if program is None else [program.input_shardings, program.output_shardings]
+    for sharding in jax.tree.leaves(shardings) if isinstance(mesh, Mesh) else ():
+        # All arrays of a program have their devices in one order, which is that of its workers.
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            number = {device: i for i, device in enumerate(mesh.devices.flat)}
             order = list(sharding.mesh.devices.flat)
-            break
-    else:
-        return places
-    if strange := [device for device in order if device not in number]:
-        raise ValueError(
-            f"the program runs on {strange[0]}, which is not in mesh: pass the mesh that it runs on"
-        )
-    numbers = [number[device] for device in order]
-    return Places(places.axis_names, places.coordinates[:, numbers])
+            if strange := [device for device in order if device not in number]:
+                raise ValueError(
+                    f"the program runs on {strange[0]}, which is not in mesh: pass the mesh that "
+                    "it runs on"
+                )
+            return [number[device] for device in order]
+    return list(range(workers))
 
 
 class _Reader:
-    """Reads the traffic of one module."""
+    """Reads the traffic of one module.
+
+    Without `counts`, all that calls a computation runs it once. Operands with the text `outside` in
+    their names are left out.
+    """
 
     def __init__(
-        self, text: str, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh | None
+        self,
+        text: str,
+        program: jax.stages.Compiled | None,
+        mesh: Mesh | AbstractMesh | None,
+        outside: str | None = None,
+        *,
+        counts: bool = True,
     ):
         self.module = hlo.parse(text)
-        self.places = _places(self.module, program, mesh)
-        self.axis_names = self.places.axis_names if self.places else ()
+        self.outside, self.counts = outside, counts
+        self.positions: list[int] = []
+        self.extents: dict[str, int] = {}
+        if mesh is not None:
+            self.positions = _positions(self.module.workers, program, mesh)
+            self.extents = dict(mesh.shape)
+        self.axis_names = tuple(self.extents)
         self.memo: dict[str, WireBytes] = {}
-
-    def computation(self, name: str) -> hlo.Computation:
-        if name not in self.module.computations:
-            raise ValueError(f"the HLO text calls {name!r} but does not contain it; pass all of it")
-        return self.module.computations[name]
 
     def traffic(self, name: str) -> WireBytes:
         """The bytes that one execution of the computation `name` moves."""
+        if name not in self.module.computations:
+            raise ValueError(f"the HLO text calls {name!r} but does not contain it; pass all of it")
         if name not in self.memo:
-            computation = self.computation(name)
+            computation = self.module.computations[name]
             parts = [self.moved(computation, each) for each in computation.instructions.values()]
             self.memo[name] = merged(parts, self.axis_names)
         return self.memo[name]
 
     def moved(self, computation: hlo.Computation, instruction: hlo.Instruction) -> WireBytes:
         """The bytes that one execution of an instruction moves."""
-        opcode = _communicates(instruction)
-        if opcode in RECEIVED:
-            return WireBytes((self.collective(computation, instruction),), self.axis_names)
-        if opcode == "while":
-            return self.loop(instruction)
-        if opcode == "conditional":
-            return self.conditional(instruction)
-        parts = []
-        for callee in _callees(instruction) if opcode else ():
-            inner = self.traffic(callee)
-            if inner.collectives and opcode not in _CALLS:
-                raise ValueError(
-                    f"{opcode} {instruction.name!r} calls {callee!r}, which communicates, and "
-                    "how often it does is not known; move the collective out of it"
-                )
-            parts.append(inner)
-        return merged(parts, self.axis_names)
-
-    def loop(self, loop: hlo.Instruction) -> WireBytes:
-        (condition,), (body,) = loop.callees["condition"], loop.callees["body"]
-        test, step = self.traffic(condition), self.traffic(body)
-        if not test.collectives and not step.collectives:
+        opcode = instruction.opcode.removesuffix("-start")
+        if opcode.endswith(("-done", "-update")):  # the rest of an asynchronous operation
             return WireBytes()
-        trips = hlo.trip_count(loop)
-        if trips is None:
-            inside = ", ".join(repr(c.op_name or c.name) for c in merged([test, step]).collectives)
+        if opcode in ("send", "recv") and "is_host_transfer=true" not in instruction.structure:
             raise ValueError(
-                f"while {loop.name!r} ({loop.op_name or 'no op_name'}) runs {inside} a number of "
-                "times that is not known from the compiled program; bound the loop statically "
-                "(lax.scan, or lax.fori_loop with Python integers), or count the bytes of its body "
-                "by itself"
+                f"{opcode} {instruction.name!r}: point-to-point transfers are not understood; "
+                "compile without splitting collective-permute into send and recv"
             )
-        # The condition runs once more than the body, when it fails.
-        return merged([scaled(test, trips + 1), scaled(step, trips)], self.axis_names)
-
-    def conditional(self, instruction: hlo.Instruction) -> WireBytes:
-        callees = instruction.callees
-        if "branch_computations" in callees:
-            names = callees["branch_computations"]
-        else:  # a predicate: HLO names the true branch first, lax.switch has it second
-            names = (*callees["false_computation"], *callees["true_computation"])
-        branches = tuple(map(self.traffic, names))
-        if not any(branch.parts for branch in branches):
-            return WireBytes()
-        whole = Conditional(instruction.name, 1, branches, instruction.op_name)
-        return WireBytes((whole,), self.axis_names)
-
-    def every(self, name: str, seen: set[str], outside: str | None) -> Iterator[Collective]:
-        """The collectives with an operand outside the scope that a computation can reach."""
-        if name in seen:
-            return
-        seen.add(name)
-        computation = self.computation(name)
-        for instruction in computation.instructions.values():
-            opcode = _communicates(instruction)
-            if opcode in RECEIVED:
-                names = computation.op_names(instruction)
-                wanted = [i for i, name in enumerate(names) if not outside or outside not in name]
-                if wanted:
-                    yield self.collective(computation, instruction, wanted)
-            else:
-                for callee in _callees(instruction) if opcode else ():
-                    yield from self.every(callee, seen, outside)
+        if opcode in RECEIVED:
+            return self.collective(opcode, computation, instruction)
+        inside = {role: [*map(self.traffic, names)] for role, names in instruction.callees.items()}
+        every = merged(itertools.chain(*inside.values()), self.axis_names)
+        if not every.parts:
+            return every
+        if opcode == "conditional":
+            # Of a predicate, HLO names the true branch first. lax.switch has it second.
+            ordered = ("branch_computations", "false_computation", "true_computation")
+            branches = tuple(branch for role in ordered for branch in inside.get(role, ()))
+            whole = Conditional(instruction.name, 1, branches, instruction.op_name)
+            return WireBytes((whole,), self.axis_names)
+        if not self.counts or opcode in _CALLS:
+            return every
+        if opcode == "while" and (trips := instruction.trip_count) is not None:
+            # The condition runs once more than the body, when it fails.
+            return merged([scaled(every, trips), *inside["condition"]], self.axis_names)
+        names = ", ".join(repr(c.op_name or c.name) for c in every.collectives)
+        raise ValueError(
+            f"{opcode} {instruction.name!r} ({instruction.op_name or 'no op_name'}) runs {names} "
+            "a number of times that is not known from the compiled program; bound the loop "
+            "statically (lax.scan, or lax.fori_loop with Python integers), or count the bytes of "
+            "its body by itself"
+        )
 
     def collective(
-        self,
-        computation: hlo.Computation,
-        instruction: hlo.Instruction,
-        wanted: Sequence[int] | None = None,
-    ) -> Collective:
-        """Describes a collective, or the part of it with the `wanted` operands, by position."""
-        op = _communicates(instruction)
-        groups = groups_of(instruction, self.module)
-        if op == "collective-permute":
-            size = max(len({worker for pair in groups for worker in pair}), 1)
-        else:
-            size = max(map(len, groups))
-        shapes = computation.operand_shapes(instruction)
-        results = computation.result_shapes(instruction)
-        op_name = instruction.op_name
-        if wanted is not None and len(wanted) < len(shapes):
-            names = computation.op_names(instruction)
-            op_name = "; ".join(dict.fromkeys(names[i] for i in wanted))
-            shapes, results = (tuple(all_[i] for i in wanted) for all_ in (shapes, results))
-        if op == "ragged-all-to-all":
-            # The operands are input, output and four vectors of offsets and sizes. Only the input
-            # is data to send. The output is the buffer that receives.
-            sent, landing = shapes[0].nbytes, shapes[1].nbytes
-        else:
-            sent = landing = sum(shape.nbytes for shape in shapes)
-        return Collective(
+        self, op: str, computation: hlo.Computation, instruction: hlo.Instruction
+    ) -> WireBytes:
+        """Describes a collective, without operands that are left out."""
+        shapes, op_name = computation.operand_shapes(instruction), instruction.op_name
+        if self.outside is not None:
+            named = zip(computation.op_names(instruction), shapes)
+            wanted = [(name, shape) for name, shape in named if self.outside not in name]
+            if not wanted:
+                return WireBytes()
+            if len(wanted) < len(shapes):
+                op_name = "; ".join(dict.fromkeys(name for name, _ in wanted))
+                shapes = tuple(shape for _, shape in wanted)
+        groups = self.module.groups(instruction)
+        if self.extents:
+            groups = [[self.positions[worker] for worker in group] for group in groups]
+        size, payload, received = size_and_bytes(op, groups, [shape.nbytes for shape in shapes])
+        found = Collective(
             op=op,
             name=instruction.name,
-            shapes=tuple(map(str, shapes)),
+            shapes=tuple(shape.printed for shape in shapes),
             group_size=size,
-            payload_bytes=sent if size > 1 else 0,
-            received_bytes=landing * RECEIVED[op](size) if size > 1 else 0,
+            payload_bytes=payload,
+            received_bytes=received,
             op_name=op_name,
-            axes=self.places.crossed(groups) if self.places else (),
-            results=tuple(map(str, results)),
+            axes=axes_crossed(self.extents, groups),
             source=self.module.source(instruction),
         )
-
-
-def _communicates(instruction: hlo.Instruction) -> str:
-    """The opcode without `-start`; an empty string for the rest of an asynchronous operation."""
-    opcode = instruction.opcode.removesuffix("-start")
-    if opcode.endswith(("-done", "-update")):
-        return ""
-    if opcode in ("send", "recv") and not instruction.flag("is_host_transfer"):
-        raise ValueError(
-            f"{opcode} {instruction.name!r}: point-to-point transfers are not understood; "
-            "compile without splitting collective-permute into send and recv"
-        )
-    return opcode
-
-
-def _callees(instruction: hlo.Instruction) -> Iterator[str]:
-    return (callee for group in instruction.callees.values() for callee in group)
+        return WireBytes((found,), self.axis_names)

@@ -1,8 +1,10 @@
-"""A reader for compiled HLO text: computations, instructions, shapes.
+"""A reader for compiled HLO text: computations, instructions, shapes, groups of workers.
 
-It splits the text of `jax.stages.Compiled.as_text()`, or of a dump, and interprets no attribute.
-Operands may have shapes or not, and names may begin with `%` or not, because XLA versions differ in
-that.
+It splits the text of `jax.stages.Compiled.as_text()`, or of a dump. Operands may have shapes or
+not, and names may begin with `%` or not, because XLA versions differ in that.
+
+A worker is a number: its place in the order of the program's devices. JAX makes one replica, and a
+partition for each device of a mesh, in the order of `mesh.devices.flat`.
 """
 
 from __future__ import annotations
@@ -11,9 +13,15 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([^\s=]+) = (.*)$", re.DOTALL)
+import numpy as np
+
+_COMPUTATION = re.compile(
+    r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*\n((?:.*\n)*?)\}\s*(?:,.*)?$", re.MULTILINE
+)
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([^\s=]+) = ", re.MULTILINE)
 _TRIP_COUNT = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -23,22 +31,28 @@ _CALLEES = re.compile(
     r"\b(to_apply|calls|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^{}]*\}|%?[\w.\-]+)"
 )
+# Groups of workers: {{0,1},{2,3}}, and {} for one group of all.
+_EXPLICIT = re.compile(r"\{\s*((?:\{[\d,\s]*\}[,\s]*)*)\}")
+# [groups,size]<=[extents]T(permutation): numbers in the order of a transposed array.
+_IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# There are two spellings: mesh['a'=4,'b'=2] {'a'} and @mesh<a=4,b=2> {a}. device_ids orders the
+# workers of the mesh. 'a':(1)2 means a factor 2 of the axis, after a factor 1.
+_MESH = re.compile(
+    r"@?mesh[\[<]([^\]>]*)[\]>](?:,\s*device_ids=\(((?:[^()]|\([^()]*\))*)\))?\s*\{([^{}]*)\}"
+)
+_MESH_AXIS = re.compile(r"'?([^',=\s]+)'?=(\d+)")
+_GROUP_AXIS = re.compile(r"'?([^',:\s]+)'?(?::\((\d+)\)(\d+))?")
+_DEVICE_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\s*\{\s*\d+\s*,\s*\d+\s*\},?)*)\s*\}")
+# With a channel, their groups are of replicas, each of which stands for all of its partitions.
+_OF_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """One array of an HLO type. `dtype` is XLA's name; an element has `bits` in memory."""
+class Shape(NamedTuple):
+    """One array of an HLO type, as XLA prints it without its layout, and its bytes in memory."""
 
-    dtype: str
-    dims: tuple[int, ...]
-    bits: int
-
-    @property
-    def nbytes(self) -> int:
-        return -(-math.prod(self.dims) * self.bits // 8)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+    printed: str
+    nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +71,8 @@ class Instruction:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Names of the operands, without `%`."""
-        return tuple(a.split()[-1].lstrip("%") for a in self.arguments)
+        """Names of the instructions that make the operands."""
+        return tuple(_maker(argument)[0] for argument in self.arguments)
 
     @functools.cached_property
     def structure(self) -> str:
@@ -71,45 +85,46 @@ class Instruction:
         match = re.search(r'\bop_name=("(?:[^"\\]|\\.)*")', self.attributes)
         return re.sub(r"\\(.)", r"\1", match[1][1:-1]) if match else ""
 
-    def flag(self, name: str) -> bool:
-        return re.search(rf"\b{name}=true\b", self.structure) is not None
+    @property
+    def trip_count(self) -> int | None:
+        """The number of turns that XLA writes beside a `while` whose bounds are static, or None."""
+        known = _TRIP_COUNT.search(self.attributes)
+        return int(known[1]) if known else None
 
-    @functools.cached_property
+    @property
     def callees(self) -> dict[str, tuple[str, ...]]:
         """Names of the called computations, by attribute."""
         found = _CALLEES.findall(self.structure)
         return {role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in found}
 
 
-@dataclasses.dataclass(frozen=True)
-class Computation:
-    """A named list of instructions, in the printed order."""
+class Computation(NamedTuple):
+    """Instructions by name, in the printed order."""
 
-    name: str
     instructions: dict[str, Instruction]
-    root: Instruction
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
         """The arrays that `instruction` takes, with tuples flattened."""
-        shapes: list[Shape] = []
-        for name, argument in zip(instruction.operands, instruction.arguments):
-            made_by = self.instructions.get(name)
-            printed = made_by.type if made_by else " ".join(argument.split()[:-1])
-            if not printed:
-                raise ValueError(
-                    f"operand {name!r} of {instruction.name!r} has no known type; pass the "
-                    "complete text of Compiled.as_text()"
-                )
-            shapes += parse_type(printed)
-        return tuple(shapes)
+        return tuple(
+            shape
+            for argument in instruction.arguments
+            for shape in parse_type(self._type(instruction, argument))
+        )
 
-    def result_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """The arrays that `instruction` returns, with tuples flattened.
-
-        The results of a start are what its done returns. They are unknown if the done is missing.
-        """
-        end = self._end(instruction)
-        return parse_type(end.type) if end else ()
+    def _type(self, instruction: Instruction, argument: str) -> str:
+        """The type of an argument, as printed."""
+        name, *elements = _maker(argument)
+        if name not in self.instructions:
+            if printed := " ".join(argument.split()[:-1]):
+                return printed
+            raise ValueError(
+                f"operand {name!r} of {instruction.name!r} has no known type; pass the "
+                "complete text of Compiled.as_text()"
+            )
+        printed = self.instructions[name].type
+        for element in elements:
+            printed = _parts(printed, 0)[0][int(element)]
+        return printed
 
     def op_names(self, instruction: Instruction) -> tuple[str, ...]:
         """The JAX name stack of each operand of a collective.
@@ -118,39 +133,27 @@ class Computation:
         of the tuple. Without a result for each operand, all have the name of the instruction.
         """
         names = [instruction.op_name] * len(self.operand_shapes(instruction))
-        end = self._end(instruction)
+        end: Instruction | None = instruction
+        if instruction.opcode.endswith("-start"):
+            done = instruction.opcode.removesuffix("start") + "done"
+            end = next(self._users(instruction, done), None)
         if end and len(names) == len(parse_type(end.type)) > 1:
-            for user in self._users.get(end.name, ()):
-                if user.opcode == "get-tuple-element" and user.op_name:
-                    index = int(re.findall(r"\bindex=(\d+)", user.structure)[0])
-                    names[index] = user.op_name
+            for user in self._users(end, "get-tuple-element"):
+                index = int(re.findall(r"\bindex=(\d+)", user.structure)[0])
+                names[index] = user.op_name or names[index]
         return tuple(names)
 
-    def _end(self, instruction: Instruction) -> Instruction | None:
-        """The instruction that returns what `instruction` computes: itself, or its done."""
-        if not instruction.opcode.endswith("-start"):
-            return instruction
-        opcode = instruction.opcode.removesuffix("-start")
-        users = self._users.get(instruction.name, ())
-        return next((user for user in users if user.opcode == f"{opcode}-done"), None)
-
-    @functools.cached_property
-    def _users(self) -> dict[str, list[Instruction]]:
-        users: dict[str, list[Instruction]] = {}
-        for instruction in self.instructions.values():
-            for name in instruction.operands:
-                users.setdefault(name, []).append(instruction)
-        return users
+    def _users(self, of: Instruction, opcode: str) -> Iterator[Instruction]:
+        every = (each for each in self.instructions.values() if each.opcode == opcode)
+        return (each for each in every if of.name in each.operands)
 
 
-@dataclasses.dataclass(frozen=True)
-class Module:
+class Module(NamedTuple):
     """A compiled module. `frames` has file and line of each stack frame, by its number."""
 
     computations: dict[str, Computation]
     entry: str
-    replicas: int
-    partitions: int
+    workers: int
     frames: dict[str, str]
 
     def source(self, instruction: Instruction) -> str:
@@ -164,6 +167,25 @@ class Module:
         file = re.search(r'\bsource_file="([^"]*)"', instruction.attributes)
         line = re.search(r"\bsource_line=(\d+)", instruction.structure)
         return ":".join(match[1] for match in (file, line) if match)
+
+    def groups(self, instruction: Instruction) -> list[list[int]]:
+        """The workers of each group of a collective.
+
+        Of a collective-permute, they are the pairs of a source and a target whose data leave the
+        worker. Raises ValueError if the groups are absent or have an unknown form.
+        """
+        op = instruction.opcode.removesuffix("-start")
+        if op == "collective-permute":
+            return _moved_pairs(instruction)
+        listed = [group for group in _groups(instruction) if group]
+        of_replicas = (
+            op in _OF_REPLICAS
+            and "channel_id=" in instruction.structure
+            and "use_global_device_ids=true" not in instruction.structure
+        )
+        if not listed or (of_replicas and listed == [[0]]):
+            return [list(range(self.workers))]
+        return listed
 
 
 def parse_type(text: str) -> tuple[Shape, ...]:
@@ -184,12 +206,12 @@ def _shape(dtype: str, dims: str, layout: str) -> Shape:
     bits = int(width[1]) if width else 8
     # XLA packs a sub-byte type only if the layout says E(bits). Otherwise each element takes a
     # byte. Without a layout it is not known, and the packed size is the logical one.
-    packed = re.search(r"E\((\d+)\)", layout)
-    if packed:
+    if packed := re.search(r"E\((\d+)\)", layout):
         bits = int(packed[1])
     elif layout:
         bits = max(bits, 8)
-    return Shape(dtype, tuple(map(int, extents)), bits)
+    nbytes = -(-math.prod(map(int, extents)) * bits // 8)
+    return Shape(f"{dtype}[{','.join(extents)}]", nbytes)
 
 
 def parse(text: str) -> Module:
@@ -200,129 +222,127 @@ def parse(text: str) -> Module:
             f"expected one HloModule in the text, found {len(headers)}; pass a jax.stages.Compiled "
             "such as jitted.lower(*args).compile() (Lowered.as_text() is StableHLO, not HLO)"
         )
+    sizes = dict(re.findall(r"\b(replica_count|num_partitions)=(\d+)", headers[0]))
+    if len(sizes) == 2 and "1" not in sizes.values():
+        raise ValueError(f"{headers[0]!r}: replicas of several partitions are not understood")
     computations: dict[str, Computation] = {}
-    entry = None
-    name, lines = "", list[str]()
-    for line in text.splitlines():
-        header = _HEADER.match(line)
-        if header and not name:
-            name, lines = header[2], []
-            entry = name if header[1] else entry
-        elif name and re.match(r"\}\s*(,.*)?$", line):
-            computations[name] = _computation(name, lines)
-            name = ""
-        elif name and (_INSTRUCTION.match(line) or not lines):
-            lines.append(line)
-        elif name:  # a literal or an attribute printed over several lines
-            lines[-1] += "\n" + line
-    if entry is None or entry not in computations:
+    entry = ""
+    for is_entry, name, body in _COMPUTATION.findall(text):
+        # A literal or an attribute may be printed over several lines.
+        before, *pieces = _INSTRUCTION.split(body)
+        if before.strip():
+            raise ValueError(f"cannot read this of HLO computation {name!r}: {before.strip()!r}")
+        found = [_instruction(*piece) for piece in zip(pieces[::2], pieces[1::2])]
+        computations[name] = Computation({each.name: each for each in found})
+        entry = name if is_entry else entry
+    if not entry:
         raise ValueError(
             "the HLO text has no complete ENTRY computation; it may have been cut short"
         )
-    sizes = {
-        key: int(found[1]) if (found := re.search(rf"\b{key}=(\d+)", headers[0])) else 1
-        for key in ("replica_count", "num_partitions")
-    }
-    return Module(
-        computations, entry, sizes["replica_count"], sizes["num_partitions"], _frames(text)
-    )
+    return Module(computations, entry, math.prod(map(int, sizes.values())), _frames(text))
 
 
 def _frames(text: str) -> dict[str, str]:
-    """File and line by the number of the stack frame, from the tables of a module's text."""
-    tables: dict[str, dict[str, str]] = {}
-    table: dict[str, str] = {}
-    for line in text.splitlines():
-        if _HEADER.match(line):
-            break
-        if line in ("FileNames", "FileLocations", "StackFrames"):
-            table = tables[line] = {}
-        elif row := re.match(r"(\d+) (.*)", line):
-            table[row[1]] = row[2]
-        else:
-            table = {}  # another table
+    """File and line by the number of the stack frame, from the tables before the computations."""
 
-    def field(name: str, row: str) -> str:
-        found = re.search(rf"\b{name}=(\d+)", row)
-        return found[1] if found else ""
+    def rows(table: str, pattern: str) -> list[Any]:
+        found = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        return re.findall(rf"^(\d+) {pattern}", found[1], re.MULTILINE) if found else []
 
-    frames = {}
-    for number, frame in tables.get("StackFrames", {}).items():
-        location = tables.get("FileLocations", {}).get(field("file_location_id", frame), "")
-        name = tables.get("FileNames", {}).get(field("file_name_id", location), "").strip('"')
-        frames[number] = f"{name}:{field('line', location)}" if name else ""
-    return frames
-
-
-def _computation(name: str, lines: list[str]) -> Computation:
-    instructions: dict[str, Instruction] = {}
-    root = ""
-    for line in lines:
-        match = _INSTRUCTION.match(line)
-        if not match:
-            raise ValueError(f"cannot read this line of HLO computation {name!r}: {line.strip()!r}")
-        instruction = _instruction(match[2], match[3])
-        for operand in instruction.operands:
-            _take_out(operand, instructions)
-        instructions[instruction.name] = instruction
-        root = instruction.name if match[1] else root
-    if not instructions:
-        raise ValueError(f"HLO computation {name!r} is empty")
-    # XLA's rule: if no instruction has the mark, the last one is the root.
-    return Computation(name, instructions, instructions[root or next(reversed(instructions))])
-
-
-def _take_out(operand: str, instructions: dict[str, Instruction]) -> None:
-    """Adds the `get-tuple-element` that dumps of jaxlib 0.12 shorten to `name#2`."""
-    name, short, index = operand.rpartition("#")
-    if not short or operand in instructions:
-        return
-    _take_out(name, instructions)
-    if name in instructions:
-        types = _split(instructions[name].type.removeprefix("(").removesuffix(")"))
-        instructions[operand] = Instruction(
-            operand, types[int(index)], "get-tuple-element", (name,), f", index={index}"
-        )
+    files = dict(rows("FileNames", '"(.*)"$'))
+    located = rows("FileLocations", r"\{file_name_id=(\d+) .*?\bline=(\d+)")
+    lines = {number: f"{files[file]}:{line}" for number, file, line in located if file in files}
+    frames = rows("StackFrames", r"\{file_location_id=(\d+)")
+    return {number: lines[location] for number, location in frames if location in lines}
 
 
 def _instruction(name: str, text: str) -> Instruction:
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    end = _parts(text, 0)[1] if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, max(end, 0))
     if not opcode:
         raise ValueError(f"cannot read HLO instruction {name!r}: {text[:120]!r}")
-    close = _closing(text, opcode.end() - 1)
-    return Instruction(
-        name=name,
-        type=text[:end],
-        opcode=opcode[1],
-        arguments=tuple(_split(text[opcode.end() : close])),
-        attributes=text[close + 1 :],
-    )
+    arguments, close = _parts(text, opcode.end() - 1)
+    return Instruction(name, text[:end], opcode[1], tuple(arguments), text[close:].rstrip())
 
 
-def _closing(text: str, start: int) -> int:
-    """Position of the parenthesis that closes the one at `start`."""
-    depth = 0
-    for match in re.compile(r'"(?:[^"\\]|\\.)*"|[()]').finditer(text, start):
-        depth += {"(": 1, ")": -1}.get(match[0], 0)
+def _parts(text: str, start: int) -> tuple[list[str], int]:
+    """What stands between the commas of a parenthesis that opens at `start`, and where it ends.
+
+    It drops comments such as `/*index=5*/`.
+    """
+    parts, depth, begin = [], 0, start + 1
+    for match in re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]').finditer(text, start):
+        depth += {**dict.fromkeys("([{", 1), **dict.fromkeys(")]}", -1)}.get(match[0], 0)
+        if depth == 0 or (depth == 1 and match[0] == ","):
+            parts.append(re.sub(r"/\*.*?\*/", "", text[begin : match.start()]).strip())
+            begin = match.end()
         if depth == 0:
-            return match.start()
+            return [part for part in parts if part], begin
     raise ValueError(f"unbalanced parentheses in HLO: {text[:120]!r}")
 
 
-def _split(text: str) -> list[str]:
-    """Splits at commas outside brackets and strings, and drops `/*index=5*/` comments."""
-    text = re.sub(r"/\*.*?\*/", "", text)
-    parts, depth, start = [], 0, 0
-    for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]', text):
-        depth += {**dict.fromkeys("([{", 1), **dict.fromkeys(")]}", -1)}.get(match[0], 0)
-        if match[0] == "," and depth == 0:
-            parts.append(text[start : match.start()].strip())
-            start = match.end()
-    return [part for part in [*parts, text[start:].strip()] if part]
+def _maker(argument: str) -> list[str]:
+    """The instruction that makes an argument, and its element: newer XLA prints `name#2`."""
+    return argument.split()[-1].lstrip("%").split("#")
 
 
-def trip_count(loop: Instruction) -> int | None:
-    """The number of turns that XLA writes beside a `while` whose bounds are static, or None."""
-    known = _TRIP_COUNT.search(loop.attributes)
-    return int(known[1]) if known else None
+def _groups(instruction: Instruction) -> list[list[int]]:
+    """The groups as the instruction lists them."""
+    text = instruction.structure.partition("replica_groups=")[2]
+    try:
+        if iota := _IOTA.match(text):
+            return _transposed(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2])).tolist()
+        if mesh := _MESH.match(text):
+            return _along_axes(*mesh.groups())
+        if explicit := _EXPLICIT.match(text):
+            return [_integers(group) for group in re.findall(r"\{([^{}]*)\}", explicit[1])]
+    except (KeyError, ValueError):  # numbers or axes that do not fit together
+        pass
+    raise ValueError(
+        f"{instruction.opcode} {instruction.name!r}: cannot read its replica_groups, found "
+        f"{text[:60] or 'none'}; known forms are {{{{0,1}},{{2,3}}}}, {{}}, [2,4]<=[8] and "
+        "mesh['data'=8] {'data'}; report the HLO line to have a new one added"
+    )
+
+
+def _along_axes(axes: str, order: str | None, grouped: str) -> list[list[int]]:
+    """Groups of workers that differ along the axes of a mesh, or along factors of them."""
+    extents = {axis: int(extent) for axis, extent in _MESH_AXIS.findall(axes)}
+    shape = tuple(extents.values())
+    # Each worker's coordinates, without the parts in which the members of a group differ.
+    shared = dict(zip(extents, np.indices(shape).reshape(len(shape), -1)))
+    for axis, before, part in _GROUP_AXIS.findall(grouped):
+        size = int(part or extents[axis])
+        behind, rest = divmod(extents[axis], int(before or 1) * size)
+        if rest:
+            raise ValueError(f"{part} is no factor of axis {axis!r}")
+        shared[axis] -= shared[axis] // behind % size * behind
+    groups = np.ravel_multi_index(tuple(shared.values()), shape)
+    if ids := _DEVICE_IDS.fullmatch((order or "").strip()):
+        workers = _transposed(ids[1], ids[2])
+    else:
+        workers = np.array(_integers(order)) if order else np.arange(groups.size)
+    workers = workers.reshape(groups.size)
+    return [workers[groups == group].tolist() for group in np.unique(groups)]
+
+
+def _transposed(extents: str, axes: str | None) -> np.ndarray:
+    """Counting numbers as an array of these extents, with its axes permuted."""
+    shape = _integers(extents)
+    return np.arange(math.prod(shape)).reshape(shape).transpose(_integers(axes) if axes else None)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", text)]
+
+
+def _moved_pairs(instruction: Instruction) -> list[list[int]]:
+    """Pairs [source, target] of a collective-permute whose data leaves the worker."""
+    match = _PAIRS.search(instruction.structure)
+    if not match or "slice_sizes=" in instruction.structure:
+        raise ValueError(
+            f"collective-permute {instruction.name!r}: only whole operands and the form "
+            "source_target_pairs={{0,1},...} are understood; report the HLO line to have it added"
+        )
+    pairs = [[int(s), int(t)] for s, t in re.findall(r"(\d+)\s*,\s*(\d+)", match[1])]
+    return [pair for pair in pairs if pair[0] != pair[1]]

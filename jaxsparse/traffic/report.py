@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from jaxsparse.arrays.printing import aligned
 
@@ -23,7 +26,7 @@ RECEIVED: dict[str, Callable[[int], float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction of the compiled program."""
+    """One collective instruction of a program."""
 
     op: str  #: the HLO opcode without `-start`, for example `all-reduce`
     name: str  #: the instruction's name in the HLO
@@ -44,24 +47,42 @@ class Collective:
     #: the mesh axes along which members of one group differ, in the mesh's order. Empty for groups
     #: of one, and if the mesh was not given.
     axes: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()  #: its results, printed the same way
     #: file and line of the Python code that it stems from, as far as XLA kept them
     source: str = ""
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """XLA's element type of each operand."""
-        return tuple(shape.partition("[")[0] for shape in self.shapes)
 
     def __str__(self) -> str:
         """One line for messages: what it is, over what, how large, and from where."""
         over = f" over {', '.join(self.axes)}" if self.axes else ""
-        into = f" -> {_few(self.results)}" if self.results else ""
         where = ", ".join(filter(None, (self.op_name or self.name, self.source)))
-        return (
-            f"{self.op}{over}: {_few(self.shapes)}{into}, {_number(self.received_bytes)} bytes "
-            f"received, from {where}"
-        )
+        received = _number(self.received_bytes)
+        return f"{self.op}{over}: {_few(self.shapes)}, {received} bytes received, from {where}"
+
+
+def size_and_bytes(
+    op: str, groups: Sequence[Sequence[int]], operands: Sequence[int]
+) -> tuple[int, int, float]:
+    """The group size, payload and received bytes of a collective, from its operands' bytes.
+
+    The groups of a permutation are its pairs of a source and another worker as target.
+    """
+    if op == "collective-permute":
+        size = max(len({worker for pair in groups for worker in pair}), 1)
+    else:
+        size = max(map(len, groups))
+    # A ragged exchange takes its data, the buffer that receives, and vectors of offsets and sizes.
+    sent, landing = operands[:2] if op == "ragged-all-to-all" else [sum(operands)] * 2
+    return (size, sent, landing * RECEIVED[op](size)) if size > 1 else (1, 0, 0)
+
+
+def axes_crossed(extents: Mapping[str, int], groups: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """The axes along which two members of a group differ. They are numbered in row-major order."""
+    if not groups or not extents:
+        return ()
+    members = np.concatenate([np.asarray(group) for group in groups])
+    firsts = np.repeat([group[0] for group in groups], [len(group) for group in groups])
+    one, other = (np.unravel_index(each, tuple(extents.values())) for each in (members, firsts))
+    differ = (np.asarray(one) != np.asarray(other)).any(axis=1)
+    return tuple(itertools.compress(extents, differ))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +128,7 @@ class WireBytes:
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective that runs if conditionals take their dearest branches."""
-        return tuple(
-            each
-            for part in self.parts
-            for each in (
-                part.branches[part.dearest].collectives
-                if isinstance(part, Conditional)
-                else (part,)
-            )
-        )
+        return tuple(self._listed(lambda conditional: [conditional.branches[conditional.dearest]]))
 
     @property
     def conditionals(self) -> tuple[Conditional, ...]:
@@ -146,14 +159,11 @@ class WireBytes:
         sizes, of which its h chooses. The cheapest is the least that it may send, and a step sends
         more.
         """
-        parts: list[Collective | Conditional] = []
-        for part in self.parts:
-            if isinstance(part, Conditional):
-                cheapest = min(part.branches, key=lambda b: (b.received, b.rounds))
-                parts += cheapest.usual.parts
-            else:
-                parts.append(part)
-        return dataclasses.replace(self, parts=tuple(parts))
+        cost = lambda branch: (branch.received, branch.rounds)
+        return WireBytes(
+            tuple(self._listed(lambda conditional: [min(conditional.branches, key=cost)])),
+            self.axis_names,
+        )
 
     def across(self, axis_name: str) -> WireBytes:
         """The bytes of the collectives that cross a mesh axis, such as those between hosts.
@@ -161,7 +171,7 @@ class WireBytes:
         In a conditional, the branch that is dearest across this axis counts.
         """
         check_axis(self.axis_names, axis_name)
-        return self._only(lambda c: axis_name in c.axes)
+        return self._only(lambda axes: axis_name in axes)
 
     def within(self, axis_name: str) -> WireBytes:
         """The bytes of the collectives that do not cross a mesh axis, such as those in a host.
@@ -170,57 +180,59 @@ class WireBytes:
         branch that is dearest for itself.
         """
         check_axis(self.axis_names, axis_name)
-        return self._only(lambda c: axis_name not in c.axes)
+        return self._only(lambda axes: axis_name not in axes)
 
     @property
     def by_axes(self) -> dict[tuple[str, ...], WireBytes]:
         """The bytes by the set of axes that a collective crosses; each collective is in one set."""
         check_axis(self.axis_names)
-        found = {c.axes for c in self._every() if c.axes}
+        found = {c.axes for c in self.every() if c.axes}
         order = sorted(found, key=lambda axes: [self.axis_names.index(axis) for axis in axes])
+        return {axes: self._only(axes.__eq__) for axes in order}
 
-        def of(axes: tuple[str, ...]) -> WireBytes:
-            return self._only(lambda c: c.axes == axes)
-
-        return {axes: of(axes) for axes in order}
-
-    def _only(self, wanted: Callable[[Collective], bool]) -> WireBytes:
-        """The collectives that are wanted, and the conditionals with one in any branch."""
-        parts: list[Collective | Conditional] = []
-        for part in self.parts:
-            if isinstance(part, Conditional):
-                branches = tuple(branch._only(wanted) for branch in part.branches)
-                if any(branch.parts for branch in branches):
-                    parts.append(dataclasses.replace(part, branches=branches))
-            elif wanted(part):
-                parts.append(part)
-        return dataclasses.replace(self, parts=tuple(parts))
-
-    def _every(self) -> Iterable[Collective]:
+    def every(self) -> Iterator[Collective]:
         """The collectives of all branches."""
+        return self._listed(lambda conditional: conditional.branches)
+
+    def _listed(
+        self, branches: Callable[[Conditional], Iterable[WireBytes]]
+    ) -> Iterator[Collective]:
+        """The collectives, with those of some branches of each conditional."""
         for part in self.parts:
             if isinstance(part, Conditional):
-                for branch in part.branches:
-                    yield from branch._every()
+                for branch in branches(part):
+                    yield from branch._listed(branches)
             else:
                 yield part
+
+    def _only(self, wanted: Callable[[tuple[str, ...]], bool], times: int = 1) -> WireBytes:
+        """What the collectives with wanted axes move in `times` runs."""
+        parts: list[Collective | Conditional] = []
+        for part in self.parts:
+            part = dataclasses.replace(part, count=times * part.count)
+            if isinstance(part, Conditional):
+                branches = tuple(branch._only(wanted, times) for branch in part.branches)
+                if any(branch.parts for branch in branches):
+                    parts.append(dataclasses.replace(part, branches=branches))
+            elif wanted(part.axes):
+                parts.append(part)
+        return WireBytes(tuple(parts), self.axis_names)
 
     def __str__(self) -> str:
         header = ["collective", "axes", "count", "W", "payload B", "received B", "operands", "from"]
         rows = [header, *map(_row, self.collectives)]
         if has_axes := len(self.axis_names) > 1:
-            by_axes = self.by_axes
-            rows += [_total_row(", ".join(axes), moved) for axes, moved in by_axes.items()]
-            rows.append(_total_row("all" if by_axes else "", self))
-        else:
-            rows = [[op, *others] for op, _, *others in [*rows, _total_row("", self)]]
+            rows += [_total_row(", ".join(axes), moved) for axes, moved in self.by_axes.items()]
+        rows.append(_total_row("all", self))
+        if not has_axes:
+            rows = [[op, *others] for op, _, *others in rows]
         numbers = range(2, 6) if has_axes else range(1, 5)
         table = [*aligned(rows, right=numbers), *self._conditional_lines("")]
         if not self.rounds:
             table.append("Nothing travels: no collective here has two members.")
         return "\n".join(table)
 
-    def _conditional_lines(self, indent: str) -> Iterable[str]:
+    def _conditional_lines(self, indent: str) -> Iterator[str]:
         for conditional in self.conditionals:
             where = conditional.op_name or conditional.name
             yield f"{indent}conditional {where}, executed {conditional.count} times:"
@@ -275,12 +287,4 @@ def merged(parts: Iterable[WireBytes], axis_names: tuple[str, ...] = ()) -> Wire
 
 def scaled(moved: WireBytes, times: int) -> WireBytes:
     """The bytes of a program that runs `times` times."""
-    parts: list[Collective | Conditional] = []
-    for part in moved.parts:
-        count = part.count * times
-        if isinstance(part, Conditional):
-            branches = tuple(scaled(branch, times) for branch in part.branches)
-            parts.append(dataclasses.replace(part, count=count, branches=branches))
-        else:
-            parts.append(dataclasses.replace(part, count=count))
-    return dataclasses.replace(moved, parts=tuple(parts))
+    return moved._only(lambda axes: True, times)

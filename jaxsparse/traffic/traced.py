@@ -14,21 +14,19 @@ import optax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from jaxsparse.arrays.settings import static_int
+from jaxsparse.arrays.settings import static_count
 from jaxsparse.comm import compat, wire
 from jaxsparse.comm.marks import map_marked
-from jaxsparse.traffic.groups import row_major
 from jaxsparse.traffic.report import (
-    RECEIVED,
     Collective,
     Conditional,
     WireBytes,
+    axes_crossed,
     merged,
     scaled,
+    size_and_bytes,
 )
 
-# With more workers along an axis, permutations are not traced.
-_MOST_LISTED = 2**13
 # JAX keeps traces by mesh, and no program that runs may get one of these, which lack computations.
 _NO_DEVICE = AbstractDevice(device_kind="none", num_cores=None, platform="none")
 _DTYPES = {"bool": "pred", "float": "f", "int": "s", "uint": "u", "bfloat": "bf", "complex": "c"}
@@ -43,12 +41,10 @@ def traced_bytes(
 ) -> WireBytes:
     """Counts the bytes that an exchange among any number of workers will move, without compiling.
 
-    It traces the exchange for `workers` workers, which takes neither devices nor memory, and reads
-    the collectives from the traced program. It counts as `wire_bytes` does.
-
-    The numbers are those of the program as written. The compiled program can differ: XLA may
-    combine collectives of one kind, which makes fewer rounds of the same bytes, may remove needless
-    ones, and widens 16-bit floats in sums on CPU.
+    It traces the exchange for `workers` workers, which takes neither devices nor memory, and counts
+    the collectives of the traced program as `wire_bytes` does. The compiled program can differ: XLA
+    may combine collectives of one kind, which makes fewer rounds of the same bytes, may remove
+    needless ones, and widens 16-bit floats in sums on CPU.
 
     Args:
         exchange: a reducer, a gradient transformation (one `update` is traced), or a function of
@@ -62,25 +58,23 @@ def traced_bytes(
             function names must be this one, or axes of the mesh.
 
     Raises:
-        ValueError: an exchange with permutations has more than 8,192 workers along an axis, the
-            axis is not that of the transformation, a loop that communicates has no static length,
-            or a primitive that names the axis is unknown.
+        ValueError: the axis is not that of the transformation, a loop that communicates has no
+            static length, or a primitive that names the axis is unknown.
 
     >>> from jaxsparse.systems import TopK
     >>> moved = traced_bytes(TopK(density=0.01), 1_000_000, workers=1024)
     >>> moved.payload, moved.received
     (80000, 81840000)
     """
-    extents = _extents(workers, axis_name)
+    given = workers if isinstance(workers, Mapping) else {axis_name: workers}
+    extents = {axis: static_count("workers", extent) for axis, extent in given.items()}
     run: Callable[[Any, Any], Any]
     init: Callable[[Any], Any]
     if isinstance(exchange, optax.GradientTransformation):
         tx = exchange
         run, init = lambda x, state: tx.update(x, state, x), tx.init
     elif callable(exchange) and hasattr(exchange, "init"):
-        size, reducer = static_int("shapes", shapes), exchange
-        if size < 1:
-            raise ValueError(f"shapes={size} must be at least 1: pass the elements of the vector")
+        size, reducer = static_count("shapes", shapes), exchange
         shapes = jax.ShapeDtypeStruct((size,), jnp.float32)
         run, init = functools.partial(reducer, axis_name=axis_name), lambda x: reducer.init(size)
     elif callable(exchange):
@@ -91,40 +85,10 @@ def traced_bytes(
             f"exchange={exchange!r} must be a reducer, a gradient transformation or a function: "
             "pass jaxsparse.top_k(0.01), or a whole step, compiled, to jaxsparse.traffic.wire_bytes"
         )
-    # The caller may be in a trace, of which a new thread knows nothing.
+    # The caller may be in a trace or under a mesh, of which a new thread knows nothing.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        trace = lambda extents: thread.submit(_traced, run, init, shapes, extents).result()
-        if max(extents.values()) > _MOST_LISTED:
-            few = {axis: _few(extent) for axis, extent in extents.items()}
-            if _lists_workers(trace(few)):
-                raise ValueError(
-                    f"workers={workers}: its permutations list all workers, so their bytes are "
-                    f"counted for at most {_MOST_LISTED:,}"
-                )
-        program = trace(extents)
-    return _traffic(program, extents, {})
-
-
-def _extents(workers: int | Mapping[str, int], axis_name: str) -> dict[str, int]:
-    given = workers if isinstance(workers, Mapping) else {axis_name: workers}
-    extents = {axis: static_int("workers", extent) for axis, extent in given.items()}
-    if not extents or not 0 < min(extents.values()) <= max(extents.values()) < 2**31:
-        raise ValueError(f"workers={workers} must be at least 1, and below 2**31")
-    return extents
-
-
-def _few(workers: int) -> int:
-    """A smaller number of workers, with the small factors of a large one."""
-    return workers if workers <= _MOST_LISTED else max(2, math.gcd(workers, math.factorial(7)))
-
-
-def _lists_workers(program: Jaxpr) -> bool:
-    """Whether a program has a permutation, whose pairs take memory and time for each worker."""
-    return any(
-        compat.OPCODES.get(equation.primitive.name) == "collective-permute"
-        or any(map(_lists_workers, compat.inner_programs(equation.params)))
-        for equation in program.eqns
-    )
+        program = thread.submit(_traced, run, init, shapes, extents).result()
+    return _traffic(program, extents)
 
 
 def _traced(
@@ -157,96 +121,69 @@ def _traced(
     return jax.make_jaxpr(mapped)(jax.eval_shape(lambda tree: tree, shapes)).jaxpr
 
 
-def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]) -> WireBytes:
+def _traffic(program: Jaxpr, extents: dict[str, int]) -> WireBytes:
     """The bytes that one run of `program` moves. `extents` are the workers along each mesh axis."""
-    if id(program) in memo:
-        return memo[id(program)]
     parts = []
     for equation in program.eqns:
         name, parameters = equation.primitive.name, equation.params
-        if _is_unknown(name, parameters, extents):
+        axes = set(compat.axes_of(parameters))
+        if name in compat.OPCODES and axes <= extents.keys():
+            parts.append(WireBytes((_collective(equation, extents),)))
+            continue
+        if axes and name not in compat.SILENT and name not in compat.CALLS:
             raise ValueError(
                 f"{name} ({_where(equation)}) names a mesh axis, and what it moves is not known: "
                 "read the compiled program with jaxsparse.traffic.wire_bytes instead"
             )
-        if name in compat.OPCODES:
-            parts.append(_collective(equation, extents))
+        inside = [_traffic(each, extents) for each in compat.inner_programs(parameters)]
+        inner = merged(inside)
+        if not inner.parts:
             continue
-        inside = [_traffic(each, extents, memo) for each in compat.inner_programs(parameters)]
         if name == "cond":
-            branches = tuple(inside)
-            if any(branch.collectives for branch in branches):
-                parts.append(WireBytes((Conditional(name, 1, branches, _where(equation)),)))
-        elif inside:
-            inner = merged(inside)
-            if name == "scan":
-                inner = scaled(inner, parameters["length"])
-            elif inner.collectives and name not in compat.CALLS:
-                raise ValueError(
-                    f"{name} ({_where(equation)}) runs {inner.collectives[0].name} a number of "
-                    "times that is not known from the traced program: bound the loop statically "
-                    "(lax.scan, or lax.fori_loop with Python integers), or count the bytes of its "
-                    "body by itself"
-                )
-            parts.append(inner)
-    memo[id(program)] = merged(parts, tuple(extents))
-    return memo[id(program)]
+            inner = WireBytes((Conditional(name, 1, tuple(inside), _where(equation)),))
+        elif name == "scan":
+            inner = scaled(inner, parameters["length"])
+        elif name not in compat.CALLS:
+            raise ValueError(
+                f"{name} ({_where(equation)}) runs {inner.collectives[0].name} a number of times "
+                "that is not known from the traced program: bound the loop statically (lax.scan, "
+                "or lax.fori_loop with Python integers), or count the bytes of its body by itself"
+            )
+        parts.append(inner)
+    return merged(parts, tuple(extents))
 
 
-def _is_unknown(name: str, parameters: dict[str, Any], extents: dict[str, int]) -> bool:
-    """Whether a primitive moves an unknown number of bytes."""
-    axes = set(compat.axes_of(parameters))
-    if name in compat.OPCODES:
-        return not axes <= extents.keys()
-    return bool(axes) and name not in compat.SILENT and name not in compat.CALLS
-
-
-def _collective(equation: Any, extents: dict[str, int]) -> WireBytes:
+def _collective(equation: Any, extents: dict[str, int]) -> Collective:
     parameters, name = equation.params, equation.primitive.name
-    op = compat.OPCODES[name]
+    op, operands = compat.OPCODES[name], [variable.aval for variable in equation.invars]
     along = {axis: extents[axis] for axis in compat.axes_of(parameters)}
     groups = parameters.get("axis_index_groups")
     if op == "collective-permute":
-        groups = [(source, target) for source, target in parameters["perm"] if source != target]
-        size = max(len({worker for pair in groups for worker in pair}), 1)
-    else:
-        size = max(map(len, groups)) if groups else math.prod(along.values())
-    if groups is None:  # all workers
+        groups = [pair for pair in parameters["perm"] if pair[0] != pair[1]]
+    if groups is None:  # of all workers, too many to be listed
+        groups = [range(math.prod(along.values()))]
         crossed = tuple(axis for axis, extent in along.items() if extent > 1)
     else:
-        crossed = row_major(along).crossed(groups)
-    operands = [variable.aval for variable in equation.invars]
-    if op == "ragged-all-to-all":  # input, output, offsets and sizes
-        sent, landing = _nbytes(operands[0]), _nbytes(operands[1])
-    else:
-        sent = landing = sum(map(_nbytes, operands))
-    return WireBytes(
-        (
-            Collective(
-                op=op,
-                name=name,
-                shapes=tuple(map(_printed, operands)),
-                group_size=size,
-                payload_bytes=sent if size > 1 else 0,
-                received_bytes=landing * RECEIVED[op](size) if size > 1 else 0,
-                op_name=_where(equation),
-                axes=tuple(axis for axis in extents if axis in crossed),
-                results=tuple(_printed(variable.aval) for variable in equation.outvars),
-            ),
-        )
+        crossed = axes_crossed(along, groups)
+    nbytes = [each.size * each.dtype.itemsize for each in operands]
+    size, payload, received = size_and_bytes(op, groups, nbytes)
+    return Collective(
+        op=op,
+        name=name,
+        shapes=tuple(map(_printed, operands)),
+        group_size=size,
+        payload_bytes=payload,
+        received_bytes=received,
+        op_name=_where(equation),
+        axes=tuple(axis for axis in extents if axis in crossed),
     )
-
-
-def _nbytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize
 
 
 def _printed(aval: Any) -> str:
     """A shape as XLA prints it."""
     name = aval.dtype.name
     letters = name.rstrip("0123456789")
-    known = _DTYPES.get(letters)
-    dtype = name if known is None else known + name[len(letters) :]
+    dtype = name.replace(letters, _DTYPES.get(letters, letters))
     return f"{dtype}[{','.join(map(str, aval.shape))}]"
 
 
