@@ -7,7 +7,6 @@ compilers agree. What stays with an island itself comes from other programs.
 
 import functools
 import hashlib
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +67,7 @@ class Arithmetic:
         params: Select,
         weighted: bool = False,
     ) -> None:
-        self._weighted = weighted
+        self.is_weighted = weighted
         self._exchange = exchange
         self._optimizer = optax.with_extra_args_support(optimizer)
         self.pick = params
@@ -132,22 +131,16 @@ class Arithmetic:
         words = by_message.message_words(self._exchange, shared.params, shared.outer[0])
         messages = jax.ShapeDtypeStruct((2, words), jnp.uint32)
         begun = jax.eval_shape(self._begin, own, shared, 0)
-        weights = jax.ShapeDtypeStruct((2,), jnp.float32) if self._weighted else None
+        weights = jax.ShapeDtypeStruct((2,), jnp.float32) if self.is_weighted else None
         program = jax.make_jaxpr(self._outer_step)(messages, weights, begun, shared)
         names = [f"{path} {x.shape} {x.dtype}" for path, x in shared_leaves(shared)]
         text = "\n".join([Digested(program, None, ()).digest, *names])
         return words, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
-    def from_arrays(self, arrays: Iterable[np.ndarray], shared: Shared) -> Shared:
-        """`shared` with the arrays of a snapshot. What is this island's own stays."""
-        found = iter(arrays)
-        place = lambda leaf, own: leaf if own else place_as(next(found), leaf)
-        return map_marked(place, shared)
-
     def prepare(self, members: int, begun: Begun, before: Shared) -> None:
         """Compiles `outer_step` for so many messages, and does not run it."""
         messages = jax.ShapeDtypeStruct((members, begun.words.size), jnp.uint32)
-        weights = jax.ShapeDtypeStruct((members,), jnp.float32) if self._weighted else None
+        weights = jax.ShapeDtypeStruct((members,), jnp.float32) if self.is_weighted else None
         self.outer_step.lower(messages, weights, begun, before).compile()
 
     def without_debts(self, shared: Shared) -> Shared:

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsparse.islands.protocol import GoneError
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.store import UnreachableError
 from jaxsparse.processes.group import ProcessGroup, whole_group
@@ -27,9 +26,7 @@ T = TypeVar("T")
 
 _BLOCK = 2**26  # bytes that travel at once, so that devices need little room for them
 # Errors that are raised alike in all processes. Others are RuntimeErrors where they are only told.
-_ERRORS = {
-    each.__name__: each for each in (UnreachableError, GoneError, PermissionError, ValueError)
-}
+_ERRORS = {each.__name__: each for each in (UnreachableError, PermissionError, ValueError)}
 
 _Plain = Decision | str | bool | int | float | None
 

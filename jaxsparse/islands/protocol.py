@@ -40,10 +40,6 @@ _KEPT = 2  # snapshots
 _ROUND = re.compile("[0-9]{8,15}")
 
 
-class GoneError(LookupError):
-    """A message that a decision names is not in the store, or is another one."""
-
-
 class Read(NamedTuple):
     """A message that was read and found good."""
 
@@ -244,8 +240,8 @@ class Rounds:
         self._late.update(late)
         return in_time, {name for name in late if _is_power_of_four(self._late[name])}
 
-    def read(self, decision: Decision) -> list[np.ndarray]:
-        """The words of the messages that count, in order. GoneError: one is not there any more."""
+    def read(self, decision: Decision) -> list[np.ndarray] | None:
+        """The words of the messages that count, in order, or None if one is not there any more."""
         found = []
         for member in decision.members:
             key = _message_key(decision.round, member.name, member.life)
@@ -253,16 +249,14 @@ class Rounds:
             if good is None or good.checksum != member.checksum:
                 data = self.store.get(key)
                 if data is None or checksum(data) != member.checksum:
-                    what = "is not there" if data is None else "is another one than decided on"
-                    raise GoneError(
-                        f"the message of {member.name} in round {decision.round} {what}"
-                    )
+                    return None
                 try:
                     # Kept until all are there, because the store may fail at the next one.
-                    good = self._check(data, decision.round, member.name, member.life)
-                    self._good[key] = good
-                except BrokenError as error:
-                    raise GoneError(f"the message {key} can't be read: {error}") from None
+                    good = self._good[key] = self._check(
+                        data, decision.round, member.name, member.life
+                    )
+                except BrokenError:
+                    return None
             found.append(good.words)
         self._good.clear()
         self._bad.clear()

@@ -162,6 +162,7 @@ class Islands:
         # waits would go into the next round's time, a round that `leave` cuts short would make it
         # tiny, and the fastest island would decide alone.
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
+        self._is_weighted = weighted
         self._poll, self._patience = poll, patience
         self._writer = Writer(name, poll, patience)
         self._prepared = {0}  # numbers of members for which programs are compiled
@@ -172,14 +173,12 @@ class Islands:
             quorum=quorum,
             grace=grace,
             snapshots=snapshots,
-            weighted=weighted,
             beside=self._writer.start,
         )
         self._running: RunningExchange | None = None
-        self._left: RunningExchange | None = None  # what `leave` did not wait for
         self._waiting = 0.0
-        self._round: int | None = None  # that it is in, once it has joined
-        self._is_told = False  # whether it has warned that it can't join yet
+        self._round = 0  # that it is in
+        self._has_joined = False  # and may train. Not if `leave` has left an exchange on its way
         self._loss_of = loss
         self._losses: list[Any] = []  # of steps, none of which has to wait for it
         self._is_checked = False  # whether the step returned what it must
@@ -199,33 +198,32 @@ class Islands:
 
         It takes a training state, or the `IslandState` that this island saved, and donates neither.
         """
-        for former in (self._running, self._left):
-            # Else it would go on in the name of the new life.
-            if former is not None and not former.stop(max(1.0, self._patience)):
-                raise UnreachableError(
-                    f"{self._member.store} has not answered a request of the last life of "
-                    f"{self._member.name} for {self._patience:g} s, and it can't join before that"
-                )
-        self._running = self._left = None
-        self._is_told = False
+        self._has_joined = False
+        # Else it would go on in the name of the new life.
+        if self._running is not None and not self._running.stop(max(1.0, self._patience)):
+            raise UnreachableError(
+                f"{self._member.rounds.store} has not answered a request of the last life of "
+                f"{self._member.name} for {self._patience:g} s, and it can't join before that"
+            )
+        self._running = None
         joined = self._member.join(state, self._settings, self._try)
-        self._round = joined.round
+        self._round, self._has_joined = joined.round, True
         return joined
 
-    def _try(self, function: Callable[[], Any], at: Callable[[], Any] = lambda: None) -> Any:
+    def _try(self, ask: Callable[[], Any], at: Callable[[], Any] = lambda: None) -> Any:
         """Calls a function until the store answers. `at()` is how far it has come."""
-        silence = Silence(self._poll, self._patience)
+        silence, is_told = Silence(self._poll, self._patience), False
         while True:
             try:
-                return function()
+                return ask()
             except UnreachableError as error:
-                if not self._is_told:
+                if not is_told:
                     warnings.warn(
                         f"{self._member.name} can't join yet, and tries for {self._patience:g} s: "
                         f"{error}",
                         stacklevel=5,
                     )
-                    self._is_told = True
+                    is_told = True
                 if lead(silence.is_too_long, at()):
                     raise
             time.sleep(silence.wait)
@@ -242,15 +240,15 @@ class Islands:
             weight: what the step counts in the mean, above 0, if `weighted`. It counts also if the
                 step changes nothing, and is dropped with its moves if these are not finite.
         """
-        if (weight is not None) != self._member.weighted:
+        if (weight is not None) != self._is_weighted:
             raise ValueError(
-                f"weight={weight}, but weighted={self._member.weighted}: give each step a weight "
+                f"weight={weight}, but weighted={self._is_weighted}: give each step a weight "
                 "if messages are weighted, and none if not"
             )
         if weight is not None and not WEIGHTS[0] <= (weight := float(weight)) <= WEIGHTS[1]:
             raise ValueError(f"weight={weight} must lie in {list(WEIGHTS)}")
         if not isinstance(state, IslandState):
-            if self._round is not None:
+            if self._has_joined:
                 raise ValueError(
                     f"state is a {type(state).__name__}, but {self._member.name} has joined: give "
                     "the one that join or the last call returned"
@@ -290,7 +288,7 @@ class Islands:
     def _check(self, state: IslandState) -> None:
         """Raises ValueError unless it is the state that this life goes on from."""
         name = self._member.name
-        if not self._member.has_joined:
+        if not self._has_joined:
             raise ValueError(f"{name} has not joined: go on with the state that join returns")
         if state.round != self._round:
             raise ValueError(
@@ -328,9 +326,8 @@ class Islands:
             state = self._finish(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
             self._running.stop(left())
-            self._left, self._running = self._running, None
             # Another message of this life in this round would not be sent.
-            self._member.has_joined = False
+            self._has_joined = False
             warnings.warn(
                 f"{self._member.name} leaves in round {state.round}, whose decision it has waited "
                 f"for in vain for {time.monotonic() - began:.0f} s: what it has sent counts if "
@@ -346,8 +343,8 @@ class Islands:
         member, running = self._member, self._running
         return Status(
             member.name,
-            member.life,
-            self._round or 0,
+            member.rounds.life,
+            self._round,
             tuple(member.reports),
             *member.totals,
             self._waiting,
@@ -394,7 +391,7 @@ class Islands:
             self._prepared.add(fewer)
             threading.Thread(
                 target=self._member.arithmetic.prepare,
-                args=(fewer, exchange.half, exchange.shared),
+                args=(fewer, exchange.begun, exchange.shared),
                 name="islands-compile",
             ).start()
 
