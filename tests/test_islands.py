@@ -765,9 +765,9 @@ def test_no_thread_is_at_work_as_python_ends():
     state = train.join((jnp.zeros(8),))
     train._overlap = 1  # so that it does not wait
     train(state, jnp.ones(8))
-    assert train._running._thread.is_alive()
+    assert not train._running._has_ended.is_set()
     threads._stop_all()
-    assert not train._running._thread.is_alive()
+    assert train._running._has_ended.is_set()
 
 
 def test_snapshots_are_written_in_turn(clock):

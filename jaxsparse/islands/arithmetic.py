@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxsparse.arrays.layout import check_arrays, narrow
@@ -145,7 +145,7 @@ class Arithmetic:
 
     def without_debts(self, shared: Shared) -> Shared:
         """Without anything of this island's own, as it starts."""
-        return with_own(shared, own_leaves(self._init_state(shared.params)))
+        return with_own(shared, self._init_state(shared.params))
 
     def _init_state(self, params: Any) -> Any:
         """The outer states as they start, cut over devices as the parameters are.
@@ -193,13 +193,17 @@ class Arithmetic:
         ok = all_finite(jax.tree.leaves(equal)) & (skips(after.outer) == skips(before.outer))
         return jax.tree.map(functools.partial(jnp.where, ok), after, before), ok
 
-    def _own(self, begun: Begun, before: Shared, counts: bool) -> list[Any]:
-        """What an island keeps without the others' messages; all, if its own does not count."""
+    def _own(self, begun: Begun, before: Shared, counts: bool) -> tuple[Any, Any]:
+        """The outer states, of which an island's own part is right, without others' messages.
+
+        If its own does not count, it keeps all.
+        """
+        params, (sent, moments) = before
+        words = begun.words[None]
         _, sent = by_message.receive(
-            *(self._exchange, begun.words[None], begun.posted, before.params, before.outer[0]),
-            counts=counts,
+            self._exchange, words, begun.posted, params, sent, counts=counts
         )
-        return own_leaves(sent)
+        return sent, moments
 
     def _go_on(self, worker: Any, begun: Begun, params: Any) -> tuple[Any, Bool[Array, ""]]:
         """A training state that goes on from new global parameters, and whether it was finite.
@@ -266,16 +270,10 @@ def shared_leaves(shared: Shared) -> list[tuple[str, Array]]:
     return [(keystr(path), leaf) for path, leaf in leaves if not is_marked(path)]
 
 
-def own_leaves(outer: Any) -> list[Any]:
-    """The arrays of the states of exchange and optimizer that are an island's own."""
-    return [leaf for path, leaf in tree_flatten_with_path(outer)[0] if is_marked(path)]
-
-
-def with_own(shared: Shared, own: list[Any]) -> Shared:
-    """`shared`, with an island's own arrays."""
-    given = iter(own)
-    pick = lambda leaf, is_own: next(given) if is_own else leaf
-    return shared._replace(outer=map_marked(pick, shared.outer))
+def with_own(shared: Shared, outer: Any) -> Shared:
+    """`shared`, with an island's own arrays, such as residuals, of other outer states."""
+    pick = lambda path, x, own: own if is_marked(path) else x
+    return shared._replace(outer=tree_map_with_path(pick, shared.outer, outer))
 
 
 def has_residual(shared: Shared) -> bool:

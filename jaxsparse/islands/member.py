@@ -25,7 +25,6 @@ from jaxsparse.islands.arithmetic import (
     Begun,
     Shared,
     has_residual,
-    own_leaves,
     place_as,
     with_own,
 )
@@ -436,7 +435,7 @@ class Exchange:
         self.drifted_in = decision.round
         if found is None or found[1] > decision.round:
             return None
-        return with_own(found[0], own_leaves(after.outer)), found[1]
+        return with_own(found[0], after.outer), found[1]
 
     def _jump(self, decision: Decision) -> None:
         """Goes on from a snapshot, because messages on the way are gone. Decisions are not."""

@@ -9,7 +9,7 @@ programs, run in main threads. A thread of the first process may wait for other 
 which would end a collective. So words go through the key-value store of `jax.distributed`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.store import UnreachableError
+from jaxsparse.processes.agreement import compare_texts
 from jaxsparse.processes.group import ProcessGroup, whole_group
 
 P = ParamSpec("P")
@@ -51,20 +52,19 @@ def lead(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
     """
     if jax.process_count() == 1:
         return function(*args, **named)
-    group = _group()
+    announce = _group().announce
     if not is_first():
-        return _hear(msgspec.json.decode(group.announce(None), type=_Told))
+        return _hear(msgspec.json.decode(announce(None), type=_Told))
+    told = _Told()
     try:
         found = function(*args, **named)
+        told = _Told(found)  # type: ignore[arg-type]
+        return found
     except BaseException as error:
-        _tell(group, _Told(error=type(error).__name__, text=str(error)))
+        told = _Told(error=type(error).__name__, text=str(error))
         raise
-    _tell(group, _Told(found))  # type: ignore[arg-type]
-    return found
-
-
-def _tell(group: ProcessGroup, told: _Told) -> None:
-    group.announce(msgspec.json.encode(told).decode())
+    finally:
+        announce(msgspec.json.encode(told).decode())
 
 
 def _hear(told: _Told) -> Any:
@@ -105,34 +105,19 @@ def gather(x: Any) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def check_alike(settings: Any, params: Any) -> None:
+def check_alike(settings: Mapping[str, Any], params: Any) -> None:
     """Raises unless the processes of this island begin alike, on parameters spread over all.
 
-    RuntimeError: one does not come within the limit of `jaxsparse.fail_at_once`. ValueError: they
-    differ in settings, which are of JSON's types, or parameters are those of single processes.
+    RuntimeError: settings differ, or a process does not come within the limit of
+    `jaxsparse.fail_at_once`. ValueError: parameters are those of single processes.
     """
     if jax.process_count() == 1:
         return
-    group = _group()
-    topic = group.topic()
-    group.put(topic, msgspec.json.encode([_misplaced(params), settings], enc_hook=str).decode())
-    notes = group.get(topic, group.members)
-    missing = [str(i) for i, note in enumerate(notes) if note is None]
-    if missing:
-        raise RuntimeError(
-            f"process {', '.join(missing)} of this island did not join within {group.limit:g} s: "
-            "all of its processes call join, and then the same steps in the same order"
-        )
-    said = [msgspec.json.decode(note) for note in notes if note is not None]
-    for i, (error, theirs) in enumerate(said):
-        if error:
-            raise ValueError(error)
-        for key, value in said[0][1].items():
-            if theirs[key] != value:
-                raise ValueError(
-                    f"process {i} of this island has {key}={theirs[key]!r}, and process 0 has "
-                    f"{value!r}: start all processes of an island alike"
-                )
+    wrong = _misplaced(params)
+    texts = [f"{key}={value}" for key, value in settings.items()]
+    compare_texts(_group(), "join", [*texts, wrong])
+    if wrong:
+        raise ValueError(wrong)
 
 
 def _misplaced(params: Any) -> str:

@@ -73,8 +73,6 @@ class Rounds:
         self._good: dict[str, Read] = {}  # by key, of the round that is awaited
         # How often one was looked at that is not good, and why it is not.
         self._bad: dict[str, tuple[int, str]] = {}
-        # Of a round: who was in time in the last one, and who of the others has another chance.
-        self._expected: tuple[int, set[str], set[str]] = (-1, set(), set())
         # In how many rounds members were late, since they were last in time.
         self._late: collections.Counter[str] = collections.Counter()
         self._decisions: dict[int, Decision] = {}  # the last ones that were read, by round
@@ -130,6 +128,9 @@ class Rounds:
         if decision is not None:
             self._decisions = {r: d for r, d in self._decisions.items() if r >= round - 1}
             self._decisions[round] = decision
+            if round > newest:
+                for member in decision.members:
+                    self._late[member.name] = self._late[member.name] + 1 if member.late else 0
         return decision
 
     def _read_decision(self, round: int) -> Decision | None:
@@ -181,10 +182,7 @@ class Rounds:
     def _propose(self, round: int, waited: float, took: float) -> Decision | None:
         """Makes a decision if it is time. Returns the one that stands."""
         found = self._posted(round)
-        if self._expected[0] != round:
-            last = self.decided(round - 1) if round else None
-            self._expected = round, *((set(), set()) if last is None else self._await(last))
-        _, in_time, chances = self._expected
+        in_time, chances = self._expected(round)
         here = {each.message.name for each in found}
         has_waited = chances <= here or waited >= took
         is_complete = bool(in_time) and in_time <= here and has_waited
@@ -225,19 +223,18 @@ class Rounds:
             f"waits for others: quorum={self.quorum}"
         )
 
-    def _await(self, last: Decision) -> tuple[set[str], set[str]]:
-        """Whom to wait for after a decision: those that were in time, and some that were late.
+    def _expected(self, round: int) -> tuple[set[str], set[str]]:
+        """Whom to wait for: those that were in time in the last round, and some that were late.
 
         To wait for one that is slow makes all others slow, too. But one that was held up once
         starts its steps a little behind who decides, and would be late in each second round for
         ever. So it gets another chance, and after that fewer and fewer. If none was in time, nobody
         knows who will come.
         """
-        in_time = {member.name for member in last.members if not member.late}
-        late = {member.name for member in last.members} - in_time
-        for name in in_time:
-            self._late.pop(name, None)
-        self._late.update(late)
+        last = self.decided(round - 1) if round else None
+        members = () if last is None else last.members
+        in_time = {member.name for member in members if not member.late}
+        late = {member.name for member in members} - in_time
         return in_time, {name for name in late if _is_power_of_four(self._late[name])}
 
     def read(self, decision: Decision) -> list[np.ndarray] | None:

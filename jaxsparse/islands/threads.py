@@ -83,9 +83,9 @@ class Writer:
             while True:
                 try:
                     return write()
-                except UnreachableError as error:
+                except UnreachableError:
                     if silence.is_too_long():
-                        raise error
+                        raise
                 time.sleep(silence.wait)
         except Exception as error:
             text = f"{self._name} could not write its snapshot, and leaves it out: {error}"
@@ -117,16 +117,17 @@ class RunningExchange:
         self._error: BaseException | None = None
         self._is_stopped, self._has_ended = threading.Event(), threading.Event()
         self._has_ended.set()  # no thread is at work
-        self._is_single = _may_compute_in_a_thread(exchange)
-        if not self._is_single:
+        self._work = exchange.advance
+        if not _may_compute_in_a_thread(exchange):
             exchange.prepare()
+            self._work = exchange.look
+        self._start()
 
-    def start(self) -> None:
-        _RUNNING.add(self)
-        self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
+    def _start(self) -> None:
         if is_first():
+            _RUNNING.add(self)
             self._has_ended.clear()
-            self._thread.start()
+            threading.Thread(target=self._run, name="islands", daemon=True).start()
 
     @property
     def trouble(self) -> str | None:
@@ -151,9 +152,9 @@ class RunningExchange:
         """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
         end = time.monotonic() + seconds
         while lead(self._comes_to_its_end, end):
-            if self.exchange.is_done or (not self._is_single and self._finish()):
+            if self.exchange.is_done or self._finish():
                 return self.exchange
-            self.start()
+            self._start()
         return None
 
     def _comes_to_its_end(self, end: float) -> bool:
@@ -175,18 +176,16 @@ class RunningExchange:
         return False
 
     def _run(self) -> None:
-        advance = self.exchange.advance if self._is_single else self.exchange.look
         try:
-            if self.is_silent():
-                self._is_stopped.wait(self._silence.wait)
-            while not self._is_stopped.is_set():
+            wait = self._silence.wait if self.is_silent() else 0.0
+            while not self._is_stopped.wait(wait):
                 try:
-                    if advance():
+                    if self._work():
                         return
                     self._note(None)
                 except UnreachableError as error:
                     self._note(error)
-                self._is_stopped.wait(self._silence.wait)
+                wait = self._silence.wait
         except BaseException as error:  # for the thread that trains
             self._error = error
         finally:

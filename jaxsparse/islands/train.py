@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.arrays.settings import static_float, static_int
+from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.islands.arithmetic import Arithmetic, structs
 from jaxsparse.islands.member import Exchange, IslandState, Member, Report
 from jaxsparse.islands.processes import lead
@@ -108,9 +108,11 @@ class Islands:
             answer.
 
     Raises:
-        ValueError: from `join`, `exchange` is none, or not of one message; the state is
-            another island's, or the store holds another run; or processes of an island differ, or
-            have parameters that are not on devices of all.
+        ValueError: from `join`, `exchange` is none, or not of one message; the state is another
+            island's; the store holds another run; or parameters are not on devices of all processes
+            of this island.
+        RuntimeError: from `join`, processes of this island differ. From a call, another process
+            has joined under its name.
         ConnectionError: the store does not answer for `patience` seconds.
     """
 
@@ -141,8 +143,7 @@ class Islands:
             ("overlap", overlap, 0),
             ("alone", alone, 0),
         ):
-            if static_int(label, value) < least:
-                raise ValueError(f"{label}={value} must be at least {least}")
+            static_count(label, value, least)
         if overlap >= every:
             raise ValueError(
                 f"overlap={overlap} must be less than every={every}: an exchange must arrive "
@@ -356,12 +357,11 @@ class Islands:
         state, exchange = self._member.begin(state, _mean(losses))
         if exchange is not None:
             self._running = RunningExchange(exchange, self._poll, self._patience)
-            self._running.start()
         return state
 
     def _wait(self, state: IslandState) -> IslandState:
         """As `_finish`, unless the store does not answer and the island may go on alone."""
-        over = state.steps - self._overlap if state.steps else 0
+        over = state.steps - self._overlap
         if self._running is None or (over < self._alone and lead(self._running.is_stuck)):
             return state
         return self._finish(state)
