@@ -14,7 +14,7 @@ import reference_islands as reference
 from histories import MACHINES, Fractions, History, Weighted
 from workers import some
 
-from jaxsparse.islands import arithmetic, member, protocol, records, snapshots
+from jaxsparse.islands import arithmetic, exchange, member, protocol, records, snapshots
 from jaxsparse.islands.store import UnreachableError
 
 AT_ONCE = 100  # histories of a test
@@ -75,7 +75,7 @@ def counted_in_its_sleep_is_owed_still(patch, programs):
 
 
 def replay_skips_a_round(patch, programs):
-    right = member.Exchange._absorb
+    right = exchange.Exchange._absorb
 
     def absorb(self, decision, waited=None):
         if self.message is None and decision.round % 3 == 2:
@@ -83,12 +83,12 @@ def replay_skips_a_round(patch, programs):
         else:
             right(self, decision, waited)
 
-    patch(member.Exchange, "_absorb", absorb)
+    patch(exchange.Exchange, "_absorb", absorb)
 
 
 def replay_stops_at_an_error(patch, programs):
     """It takes a round for done whose messages it could not read."""
-    right = member.Exchange._absorb
+    right = exchange.Exchange._absorb
 
     def absorb(self, decision, waited=None):
         try:
@@ -97,7 +97,7 @@ def replay_stops_at_an_error(patch, programs):
             self._go_to(self.shared, decision.round + 1, self.counted, False)
             raise
 
-    patch(member.Exchange, "_absorb", absorb)
+    patch(exchange.Exchange, "_absorb", absorb)
 
 
 def snapshot_of_another_round(patch, programs):
@@ -111,14 +111,14 @@ def snapshot_of_another_round(patch, programs):
 
 
 def snapshot_under_the_next_round(patch, programs):
-    right = member.Exchange._take_turn
+    right = exchange.Exchange._take_turn
 
     def take_turn(self, members):
         self.round += 1
         right(self, members)
         self.round -= 1
 
-    patch(member.Exchange, "_take_turn", take_turn)
+    patch(exchange.Exchange, "_take_turn", take_turn)
 
 
 def snapshot_without_outer_state(patch, programs):
@@ -254,21 +254,21 @@ def lives_share_a_name(patch, programs):
 
 
 def saved_is_owed_still(patch, programs):
-    patch(member.Exchange, "_was_sent_in", lambda self, decision: False)
+    patch(exchange.Exchange, "_was_sent_in", lambda self, decision: False)
 
 
 def saved_is_owed_still_after_a_sleep(patch, programs):
-    right = member.Exchange._jump
+    right = exchange.Exchange._jump
 
     def jump(self, decision):
         with mock.patch.object(self.member, "is_restored", False):
             right(self, decision)
 
-    patch(member.Exchange, "_jump", jump)
+    patch(exchange.Exchange, "_jump", jump)
 
 
 def an_earlier_life_goes_on(patch, programs):
-    patch(member.Exchange, "_check_life", lambda self, decision: None)
+    patch(exchange.Exchange, "_check_life", lambda self, decision: None)
 
 
 def decides_in_an_empty_folder(patch, programs):
@@ -276,7 +276,7 @@ def decides_in_an_empty_folder(patch, programs):
 
 
 def a_decision_that_reads_broken_counts_for_nobody(patch, programs):
-    right, absorb = protocol.Rounds._read_decision, member.Exchange._absorb
+    right, absorb = protocol.Rounds._read_decision, exchange.Exchange._absorb
 
     def decision(self, round):
         try:
@@ -294,7 +294,7 @@ def a_decision_that_reads_broken_counts_for_nobody(patch, programs):
         return self._go_to(after, decision.round + 1, False, False)
 
     patch(protocol.Rounds, "_read_decision", decision)
-    patch(member.Exchange, "_absorb", absorbed)
+    patch(exchange.Exchange, "_absorb", absorbed)
 
 
 def weights_of_one(patch, programs):

@@ -25,7 +25,14 @@ from workers import some
 import jaxsparse
 from jaxsparse import islands
 from jaxsparse.__main__ import main
-from jaxsparse.islands import member as members_of, protocol, threads, train as training, watch
+from jaxsparse.islands import (
+    exchange as exchange_of,
+    member as members_of,
+    protocol,
+    threads,
+    train as training,
+    watch,
+)
 from jaxsparse.islands.arithmetic import Arithmetic, Shared, _digest as digested, shared_leaves
 from jaxsparse.islands.store import UnreachableError
 
@@ -273,9 +280,9 @@ def test_a_state_of_another_island_is_refused(clock):
 
 def test_an_island_that_always_differs_goes_on(clock, monkeypatch):
     members, states = joined(reference.Memory(), NAMES[:3], clock)
-    digest = members_of.Exchange._digest_now
+    digest = exchange_of.Exchange._digest_now
     mine = lambda self: digest(self)[::-1] if self.member is members[1] else digest(self)
-    monkeypatch.setattr(members_of.Exchange, "_digest_now", mine)
+    monkeypatch.setattr(exchange_of.Exchange, "_digest_now", mine)
     with pytest.warns(UserWarning, match="bergen began from other parameters"):
         states = ran(members, states, 2, np.ones((2, 3, 6)), clock)
     assert [one.round for one in states] == [2, 2, 2]
@@ -1143,13 +1150,13 @@ def test_a_saved_state_that_drifts_keeps_what_it_owes(clock, monkeypatch):
     again = reference.member(members[0].rounds.store, NAMES[0], clock, snapshots=10)
     states[0] = again.join(states[0])
     owed = reference.residual(states[0])
-    digest = members_of.Exchange._digest_now
+    digest = exchange_of.Exchange._digest_now
 
     def drifted(self):
         differs = self.member is again and self.round == 3 and self.drifted_in < 3
         return digest(self)[::-1] if differs else digest(self)
 
-    monkeypatch.setattr(members_of.Exchange, "_digest_now", drifted)
+    monkeypatch.setattr(exchange_of.Exchange, "_digest_now", drifted)
     with pytest.warns(UserWarning, match="reloads the snapshot of round 0") as told:
         states = ran([again, *members[1:]], states, 1, [np.zeros((3, 6))], clock)
     assert len(told) == 1
@@ -1329,13 +1336,11 @@ def test_a_state_that_did_not_join_is_refused():
 
 
 def test_islands_stand_where_a_jitted_step_stood():
-    """They take the first state that a trainer makes, and have the step's `lower`."""
+    """They take the first state that a trainer makes."""
 
     def loop(step, state):
-        step.lower(state, jnp.ones(8)).compile()  # as trainers look at its memory
         for i in range(4):
             state, loss = step(state, jnp.full(8, float(i)))
-        step.lower(state, jnp.ones(8))
         return state, loss
 
     step = jax.jit(lambda state, batch: ((state[0] - 0.125 * batch,), jnp.sum(batch)))
@@ -1344,9 +1349,6 @@ def test_islands_stand_where_a_jitted_step_stood():
     state, loss = loop(train, (jnp.ones(8),))
     np.testing.assert_array_equal(state.params[0], alone[0])
     assert (state.round, float(loss)) == (2, float(last))
-    uncompiled = trainer(reference.Memory(), step=len)
-    with pytest.raises(ValueError, match="has no lower: compile it"):
-        uncompiled.lower(state, jnp.ones(8))
 
 
 def test_steps_beside_an_exchange_that_are_not_finite_start_anew():

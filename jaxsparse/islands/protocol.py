@@ -128,9 +128,6 @@ class Rounds:
         if decision is not None:
             self._decisions = {r: d for r, d in self._decisions.items() if r >= round - 1}
             self._decisions[round] = decision
-            if round > newest:
-                for member in decision.members:
-                    self._late[member.name] = self._late[member.name] + 1 if member.late else 0
         return decision
 
     def _read_decision(self, round: int) -> Decision | None:
@@ -255,6 +252,8 @@ class Rounds:
                 except BrokenError:
                     return None
             found.append(good.words)
+        for member in decision.members:
+            self._late[member.name] = self._late[member.name] + 1 if member.late else 0
         self._good.clear()
         self._bad.clear()
         self.lacks = None

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxsparse.islands.member import Exchange
+from jaxsparse.islands.exchange import Exchange
 from jaxsparse.islands.processes import is_first, lead
 from jaxsparse.islands.store import UnreachableError
 

@@ -3,7 +3,8 @@
 The way of a round: `__call__` makes steps. After `every`, `_begin` has `Member.begin` compute a
 message, and a `RunningExchange` calls `Exchange.advance`: it posts, asks `Rounds.decide`, reads
 what counts, and computes the next round's parameters (`_absorb`, `Arithmetic.outer_step`). After
-`overlap` more steps `_finish` takes these, with the moves made meanwhile (`Member.finish`).
+`overlap` more steps `_finish` takes these, with the moves made meanwhile (`Member.finish`). `join`
+replays the rounds since a snapshot in the same way, without a message.
 """
 
 import functools
@@ -15,13 +16,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.islands.arithmetic import Arithmetic, structs
-from jaxsparse.islands.member import Exchange, IslandState, Member, Report
+from jaxsparse.islands.exchange import Exchange, Report
+from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.processes import lead
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
@@ -275,16 +276,6 @@ class Islands:
             if self._overlap == 0:
                 state = self._wait(state)
         return state, out
-
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """The step, lowered for these arguments or their shapes, as `jax.jit` does it."""
-        worker = state.worker if isinstance(state, IslandState) else state
-        if not hasattr(self._step, "lower"):
-            raise ValueError(
-                f"step is a {type(self._step).__name__}, which has no lower: compile it by jax.jit"
-            )
-        lowered: jax.stages.Lowered = self._step.lower(worker, batch)
-        return lowered
 
     def _check(self, state: IslandState) -> None:
         """Raises ValueError unless it is the state that this life goes on from."""
