@@ -72,7 +72,6 @@ class Arithmetic:
         self._optimizer = optax.with_extra_args_support(optimizer)
         self.pick = params
         self._make = lambda params: (exchange.init(params), optimizer.init(params))
-        self._init = jax.jit(self._make)
         # The step may donate its own state.
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self._widen = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
@@ -154,13 +153,12 @@ class Arithmetic:
         """
         cuts = {x.shape: x.sharding for x in jax.tree.leaves(params) if _is_on_mesh(x)}
         whole = _whole(params)
-        if whole is None:
-            return self._init(params)
 
-        def place(x: jax.ShapeDtypeStruct, is_own: bool) -> NamedSharding:
-            lead = x.shape[:1] if is_own else ()  # the axis of the workers, see `PerWorker`
-            like = cuts.get(x.shape[len(lead) :], whole)
-            return NamedSharding(like.mesh, PartitionSpec(*[None] * len(lead), *like.spec))
+        def place(x: jax.ShapeDtypeStruct, is_own: bool) -> NamedSharding | None:
+            if whole is None:
+                return None
+            like = cuts.get(x.shape[is_own:], whole)  # behind the axis of workers, see `PerWorker`
+            return NamedSharding(like.mesh, PartitionSpec(*[None] * is_own, *like.spec))
 
         there = map_marked(place, jax.eval_shape(self._make, params))
         return jax.jit(self._make, out_shardings=there)(params)

@@ -1,22 +1,44 @@
 """The snapshots that islands begin from, and go on from if messages are gone."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import safetensors
+from safetensors.numpy import save
 
 from jaxsparse.comm.marks import map_marked
 from jaxsparse.islands.arithmetic import Shared, place_as, shared_leaves
 from jaxsparse.islands.processes import gather, is_first, lead, spread
 from jaxsparse.islands.protocol import Rounds
-from jaxsparse.islands.records import BrokenError, ForeignError, from_snapshot, to_snapshot
+from jaxsparse.islands.records import DTYPES, BrokenError, ForeignError, Snapshot
 from jaxsparse.islands.store import UnreachableError, not_shown
 
 
 def make(rounds: Rounds, shared: Shared, round: int) -> bytes:
-    """What `read_newest` reads, of the start of a round. Only the first process has it."""
-    arrays = [(path, gather(x)) for path, x in shared_leaves(shared)]  # in all processes
-    return to_snapshot(round, rounds.settings, arrays) if is_first() else b""
+    """What islands share as a round begins. Only the first process has it."""
+    arrays = {path: gather(x) for path, x in shared_leaves(shared)}  # in all processes
+    if not is_first():
+        return b""
+    whole = {path: np.ascontiguousarray(x).reshape(x.shape) for path, x in arrays.items()}
+    return Snapshot(round, rounds.settings).to_bytes(save(whole))
+
+
+def _arrays_of(
+    data: bytes, round: int, settings: str, like: Sequence[tuple[str, Any]]
+) -> list[np.ndarray]:
+    """The arrays of a snapshot, which must be like others with their paths, in their order."""
+    _, body = Snapshot.from_bytes(data, round, settings)
+    try:
+        found = dict(safetensors.deserialize(bytes(body)))
+    except safetensors.SafetensorError as error:
+        raise BrokenError(f"its arrays can't be read: {error}") from None
+    described = {path: (list(x.shape), DTYPES[x.dtype.name]) for path, x in like}
+    if described != {path: (each["shape"], each["dtype"]) for path, each in found.items()}:
+        raise ForeignError("its arrays are not those of this run")
+    bodies = (np.frombuffer(found[path]["data"], np.uint8) for path, _ in like)
+    return [body.view(x.dtype).reshape(x.shape) for body, (_, x) in zip(bodies, like)]
 
 
 def read_newest(rounds: Rounds, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
@@ -38,7 +60,7 @@ def read_newest(rounds: Rounds, shared: Shared, after: int = -1) -> tuple[Shared
                 trouble = not_shown(rounds.store, f"the snapshot of round {round} that it lists")
                 continue
             try:
-                arrays.extend(from_snapshot(data, round, rounds.settings, like))
+                arrays.extend(_arrays_of(data, round, rounds.settings, like))
                 return round
             except BrokenError as error:
                 text = f"the snapshot of round {round} is left out: {error}"

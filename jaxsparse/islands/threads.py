@@ -26,28 +26,34 @@ def _stop_all() -> None:
 
 
 class Silence:
-    """How long a store has not answered. `wait` has the seconds until it is asked once more."""
+    """How long a store has not answered.
+
+    Attributes:
+        said: what it said last, or None if it has answered since.
+        wait: seconds until it is asked once more.
+    """
 
     def __init__(self, poll: float, patience: float) -> None:
-        self._poll, self._patience = poll, patience
-        self.wait = poll
-        self._since: float | None = None
-        self._at: Any = None
+        self._poll, self._patience, self.wait = poll, patience, poll
+        self.said: str | None = None
+        self._since, self._at = 0.0, None
 
     def end(self) -> None:
-        self.wait, self._since = self._poll, None
+        self.wait, self.said = self._poll, None
 
-    def is_too_long(self, at: Any = None) -> bool:
-        """Notes an error of the store. Returns whether it has been silent for `patience` seconds.
+    def note(self, error: UnreachableError, at: Any = None) -> None:
+        """Notes an error. Raises it once the store has been silent for `patience` seconds.
 
         `at` is how far the work has come. If that is further than at the error before, the store
         has answered meanwhile: a long replay may meet an error now and then.
         """
         now = time.monotonic()
-        if self._since is None or at != self._at:
+        if self.said is None or at != self._at:
             self._since, self._at, self.wait = now, at, self._poll
+        self.said = str(error)
         self.wait = min(2 * self.wait + 0.01, 10.0)
-        return now - self._since > self._patience
+        if now - self._since > self._patience:
+            raise error
 
 
 class Writer:
@@ -83,9 +89,8 @@ class Writer:
             while True:
                 try:
                     return write()
-                except UnreachableError:
-                    if silence.is_too_long():
-                        raise
+                except UnreachableError as error:
+                    silence.note(error)
                 time.sleep(silence.wait)
         except Exception as error:
             text = f"{self._name} could not write its snapshot, and leaves it out: {error}"
@@ -111,7 +116,6 @@ class RunningExchange:
     """
 
     def __init__(self, exchange: Exchange, poll: float, patience: float) -> None:
-        self._said: str | None = None  # the store's last error, if it did not answer since
         self.exchange = exchange
         self._poll, self._silence = poll, Silence(poll, patience)
         self._error: BaseException | None = None
@@ -132,10 +136,11 @@ class RunningExchange:
     @property
     def trouble(self) -> str | None:
         """Why it does not go on, or None."""
-        return self._said or self.exchange.member.rounds.lacks
+        return self._silence.said or self.exchange.member.rounds.lacks
 
     def is_silent(self) -> bool:
-        return self._said is not None
+        """Whether the store does not answer."""
+        return self._silence.said is not None
 
     def is_stuck(self) -> bool:
         """Waits until it is done or the store does not answer. Returns whether that is so."""
@@ -170,9 +175,9 @@ class RunningExchange:
         try:
             if self.exchange.advance():
                 return True
-            self._note(None)
+            self._silence.end()
         except UnreachableError as error:
-            lead(self._note, error)
+            lead(self._silence.note, error, self.exchange.round)
         return False
 
     def _run(self) -> None:
@@ -182,24 +187,14 @@ class RunningExchange:
                 try:
                     if self._work():
                         return
-                    self._note(None)
+                    self._silence.end()
                 except UnreachableError as error:
-                    self._note(error)
+                    self._silence.note(error, self.exchange.round)
                 wait = self._silence.wait
         except BaseException as error:  # for the thread that trains
             self._error = error
         finally:
             self._has_ended.set()
-
-    def _note(self, error: UnreachableError | None) -> None:
-        """Notes whether the store answers. Raises the error if it has not for long."""
-        if error is None:
-            self._said = None
-            self._silence.end()
-            return
-        self._said = str(error)
-        if self._silence.is_too_long(self.exchange.round):
-            raise error
 
 
 def _may_compute_in_a_thread(exchange: Exchange) -> bool:

@@ -23,7 +23,7 @@ from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.islands.arithmetic import Arithmetic, structs
 from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.member import IslandState, Member
-from jaxsparse.islands.processes import lead
+from jaxsparse.islands.processes import is_first, lead
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
 from jaxsparse.islands.threads import RunningExchange, Silence, Writer
@@ -214,20 +214,18 @@ class Islands:
 
     def _try(self, ask: Callable[[], Any], at: Callable[[], Any] = lambda: None) -> Any:
         """Calls a function until the store answers. `at()` is how far it has come."""
-        silence, is_told = Silence(self._poll, self._patience), False
+        silence = Silence(self._poll, self._patience)
         while True:
             try:
                 return ask()
             except UnreachableError as error:
-                if not is_told:
+                if is_first() and silence.said is None:
                     warnings.warn(
                         f"{self._member.name} can't join yet, and tries for {self._patience:g} s: "
                         f"{error}",
                         stacklevel=5,
                     )
-                    is_told = True
-                if lead(silence.is_too_long, at()):
-                    raise
+                lead(silence.note, error, at())
             time.sleep(silence.wait)
 
     def __call__(
