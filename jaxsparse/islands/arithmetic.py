@@ -208,7 +208,7 @@ class Arithmetic:
 
         Moves that the island made since it began are kept. If they are not finite, it starts anew.
         """
-        places = picked("params", self.pick, worker)[0]
+        places = picked("params", self.pick, worker)
         leaves = jax.tree.leaves(worker)
 
         def moved_on(i: int, g: Array, origin: Array) -> Array:

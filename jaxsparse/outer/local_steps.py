@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, static_int
-from jaxsparse.comm.marks import PerWorker
+from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.meshes import inner_axes
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.fragments import Streaming
@@ -83,13 +83,9 @@ class LocalSteps:
     SparseLoCo (arXiv 2508.15706)              chunked_top_k(64, decay=0.95)  sgd(1.0)
     =========================================  =============================  ======================
 
-    In the long run a displacement counts learning rate / (1 - momentum) times: 7 in DiLoCo. A small
-    model wanted less: in runs of 20 to 200 exchanges a momentum of 0.6 ended lower than 0.9, and,
-    in four bits, lower than the plain mean (`benchmarks/frontier_map.py --outer`). SparseLoCo's
-    residual is a worker's own outer momentum. An entry waits n = 4096 / k exchanges on average, and
-    arrives at decay**n: with 0.95, 30 % of a steady move arrives at k = 64, and 84 % at k = 512. A
-    run should have several such waits: with 19 and more, the exchange cost 0.04 nats or less over a
-    dense mean; with two or three, up to 0.4 (benchmarks/results/local_updates).
+    In the long run a displacement counts learning rate / (1 - momentum) times: 7 in DiLoCo, and a
+    small model wanted less. SparseLoCo's residual is a worker's own outer momentum. docs/local.md
+    says which pair to begin with, and how to choose k.
 
     **Not finite.** If a parameter or a statistic of `average` is not finite on any worker, the
     outer step counts for nothing: global parameters and outer state stay. That worker goes back to
@@ -108,10 +104,8 @@ class LocalSteps:
     **The end.** Steps after the last outer step are not in `state.params`. `finish` exchanges
     them, too.
 
-    **Few bits.** Global parameters are float32 or wider, so they keep what rounding to a worker's
-    dtype removes. But if `step` keeps a worker's own parameters in bfloat16, then it loses moves
-    below half a unit in the last place, with and without exchanges. Keep float32 in the state, and
-    cast in the loss.
+    **Few bits.** Keep float32 in the state, and cast in the loss. A worker whose own parameters are
+    bfloat16 loses moves below half a unit in the last place, with and without exchanges.
 
     **Scales of fp8.** Parameters in Flax's collection `_overwrite_with_gradient`, the histories of
     largest magnitudes and what is scaled by them, have no displacements. An outer step (of fragment
@@ -119,11 +113,11 @@ class LocalSteps:
 
     **Programs.** `inner` is a compiled function of `state.worker`, a batch, `state.steps`,
     `state.weight`, and what else `step` takes. `outer`, `streamed` and `mixed` are lists of one
-    compiled function for each fragment p (0 without streaming). `outer[p]`
-    takes a state and exchanges the fragment. `streamed[p]` takes a state, a batch and what else
-    `step` takes, and makes a step beside the exchange. `mixed[p]` takes a state, and lets workers
-    go on from an exchange that has arrived.
-    `jaxsparse.wire_bytes(train.outer[0], state)` counts the bytes that an outer step sends.
+    compiled function for each fragment p (0 without streaming). `outer[p]` takes a state and
+    exchanges the fragment. `streamed[p]` takes a state, a batch and what else `step` takes, and
+    makes a step beside the exchange. `mixed[p]` takes a state, and lets workers go on from an
+    exchange that has arrived. `jaxsparse.wire_bytes(train.outer[0], state)` counts the bytes that
+    an outer step sends.
 
     Args:
         step: `step(state, batch)`, see above. A state is any tree of arrays: (params, opt_state), a
@@ -226,8 +220,11 @@ class LocalSteps:
         self.inner = make(worker.step)
         self.outer = of_all(worker.exchange, alone)
         self.streamed = of_all(worker.step_beside, make)
-        self.mixed = of_all(worker.mix, alone)
-        self._settled = alone(worker.settle)
+        mix = lambda fragments, mixing: alone(
+            functools.partial(worker.mix, fragments=fragments, mixing=mixing)
+        )
+        self.mixed = [mix([p], self.streaming.mixing) for p in parts]
+        self._settled = mix(parts, 0.0)
         self._left = alone(worker.left, donate_argnums=())
 
     def init(self, state: Any) -> LocalState:
@@ -419,7 +416,7 @@ class LocalSteps:
         workers = count_workers(self._mesh, self._axis_name)
         one = lambda x, lead: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
         worker = jax.tree.map(
-            lambda node: one(node.value, ()), held(state.worker), is_leaf=_is_per_worker
+            lambda node: one(node.value, ()), held(state.worker), is_leaf=is_per_worker
         )
         shapes, others = jax.eval_shape(lambda x: x, held((batch, rest)))
         if any(not x.shape or x.shape[0] % workers for x in jax.tree.leaves(shapes)):
@@ -439,14 +436,10 @@ def _of_held(f: Any) -> Any:
     return functools.wraps(f)(lambda *args: f(*held(args)))
 
 
-def _is_per_worker(node: Any) -> bool:
-    return isinstance(node, PerWorker)
-
-
 def _unmarked(tree: Any) -> Any:
     """The tree with all workers' arrays in the place of marks."""
-    taken = lambda node: node.value if _is_per_worker(node) else node
-    return jax.tree.map(taken, tree, is_leaf=_is_per_worker)
+    taken = lambda node: node.value if is_per_worker(node) else node
+    return jax.tree.map(taken, tree, is_leaf=is_per_worker)
 
 
 def _check_streaming(streaming: Streaming, every: int | Stages[int]) -> None:
