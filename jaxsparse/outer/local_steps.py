@@ -69,23 +69,8 @@ class LocalSteps:
     gradient, and `optimizer` the mean D. The update is added to theta, and all workers go on from
     there. Inner optimizer states, which differ between workers, are neither reset nor averaged.
 
-    **Published methods** are pairs of an exchange and an optimizer. Where means of ten local steps
-    were measured, `jaxsparse.quantized("int4")` lost nothing over `jaxsparse.dense()`
-    (benchmarks/results/accuracy.md).
-
-    =========================================  =============================  ======================
-    method                                     exchange                       optimizer
-    =========================================  =============================  ======================
-    local SGD, FedAvg (arXiv 1602.05629)       dense()                        sgd(1.0)
-    BMUF (ICASSP 2016) of W workers            dense()                        sgd(1.0, 1 - 1 / W)
-    DiLoCo (arXiv 2311.08105)                  dense()                        sgd(0.7, 0.9, True)
-    Streaming DiLoCo (2501.18512), streaming=  quantized("e3m0", decay=0)     DiLoCo's
-    SparseLoCo (arXiv 2508.15706)              chunked_top_k(64, decay=0.95)  sgd(1.0)
-    =========================================  =============================  ======================
-
-    In the long run a displacement counts learning rate / (1 - momentum) times: 7 in DiLoCo, and a
-    small model wanted less. SparseLoCo's residual is a worker's own outer momentum. docs/local.md
-    says which pair to begin with, and how to choose k.
+    docs/local.md has the pairs of exchange and optimizer that are published (DiLoCo, SparseLoCo,
+    local SGD, BMUF), what they cost, and which to begin with.
 
     **Not finite.** If a parameter or a statistic of `average` is not finite on any worker, the
     outer step counts for nothing: global parameters and outer state stay. That worker goes back to
@@ -150,12 +135,11 @@ class LocalSteps:
 
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
-            than floating-point arrays of the state, a fragment has no leaf, the state holds an
-            exchange or something that is no array, or `exchange` does not exchange every
-            parameter (`jaxsparse.check`), or with a delay. From a call: the workers don't divide a
-            batch; `t` is not the number of steps done; `step` returns a state of another structure,
-            shape or dtype; or `step` communicates over `axis_name`. The last one is a warning on a
-            mesh with other axes, where XLA itself may communicate.
+            than floating-point arrays, a fragment has no leaf, the state holds an exchange or
+            something that is no array, or `exchange` leaves out a parameter (`jaxsparse.check`) or
+            has a delay. From a call: the workers don't divide a batch; `t` is not the number of
+            steps done; or `step` returns another kind of state, or communicates over `axis_name`.
+            (On a mesh with other axes, where XLA itself may communicate, that is a warning.)
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -333,11 +317,7 @@ class LocalSteps:
         return next((p for p in range(count) if p * every // count == place), None)
 
     def _done(self, name: str, given: Any, state: LocalState) -> int:
-        """The number of steps that a state has done.
-
-        Raises:
-            ValueError: it is given as `name`, and is no int or another number.
-        """
+        """The number of steps that a state has done. ValueError: `given` is no int, or another."""
         last, steps = self._last
         is_number = isinstance(given, numbers.Integral | None) and type(given) is not bool
         if isinstance(state.steps, jax.core.Tracer) or not is_number:
@@ -360,8 +340,7 @@ class LocalSteps:
     def _meet(self, what: str, steps: int) -> None:
         """Compares with other processes when they exchange. Exchanges are paired by their order.
 
-        Raises:
-            RuntimeError: they differ.
+        RuntimeError: they differ.
         """
         if self._group is None:
             return

@@ -69,13 +69,7 @@ class Worker(NamedTuple):
     weight: Select | None = None
 
     def start(self, state: Any) -> LocalState:
-        """The state of a worker that has this training state.
-
-        Raises:
-            ValueError: `params` or `average` pick something else than floating-point arrays of the
-                state, or both the same, a fragment has no leaf, the state holds an exchange or
-                something that is no array, or the exchange is delayed.
-        """
+        """The state of a worker that has this training state. For errors see `LocalSteps`."""
         if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
             raise ValueError(
                 "the state holds arrays of single workers, as the state of a jaxsparse "
@@ -297,8 +291,7 @@ class Worker(NamedTuple):
 def stepped(step: Step, worker: Any, *args: Any) -> tuple[Any, Any]:
     """The result of a step of one worker. Equinox modules are held (`comm.static_leaves`).
 
-    Raises:
-        ValueError: the result is no pair, or its state is not like the one before.
+    ValueError: it is no pair, or its state is not like the one before.
     """
     result = held(step(*released((worker, *args))))
     what = "step must return (state, out), with a state like the one that it is given"
@@ -389,8 +382,7 @@ def with_rows(tree: Any, places: Mapping[int, Rows], values: list[Array]) -> Any
 def picked(name: str, select: Select | None, state: Any) -> list[int]:
     """The places of the leaves that `select` picks, among those of a state.
 
-    Raises:
-        ValueError: it picks nothing, or something else than floating-point arrays of the state.
+    ValueError: it picks nothing, or something else than floating-point arrays of the state.
     """
     if select is None:
         return []
