@@ -217,9 +217,8 @@ def a_broken_message_counts(patch, programs):
     def checked(self, data, round, name, life):
         if data != b"half":
             return right(self, data, round, name, life)
-        message = records.Message(round, self.settings, name, life, 1.0, "", False, None)
-        zeros = np.zeros(self.words, np.uint32)
-        return protocol.Read(message, zeros, records.checksum(data))
+        says = records.CountedMessage(name, life, 1.0, False, None, records.checksum(data))
+        return protocol.Read(says, "", np.zeros(self.words, np.uint32))
 
     patch(protocol.Rounds, "_check", checked)
 

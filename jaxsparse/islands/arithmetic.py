@@ -45,16 +45,12 @@ class Shared(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """An island's half of an exchange.
+    """An island's half of an exchange."""
 
-    `posted` is what stays with it, `origin` its own parameters when it began, in float32 or wider,
-    and `finite` whether these, and what they moved, were finite.
-    """
-
-    words: UInt32[Array, " words"]
-    posted: Any
-    origin: Any
-    finite: Bool[Array, ""]
+    words: UInt32[Array, " words"]  # its message
+    posted: Any  # what stays with it
+    origin: Any  # its own parameters when it began, in float32 or wider
+    finite: Bool[Array, ""]  # whether these, and what they moved, were finite
 
 
 class Arithmetic:

@@ -32,12 +32,8 @@ _ERRORS = {each.__name__: each for each in (UnreachableError, PermissionError, V
 _Plain = Decision | str | bool | int | float | None
 
 
-class _Told(msgspec.Struct):
-    """What a function returned or raised in the first process."""
-
-    found: _Plain | list[_Plain] = None
-    error: str = ""
-    text: str = ""
+# What a function returned, and name and text of the error that it raised, or nothing.
+_Told = tuple[_Plain | list[_Plain], str, str]
 
 
 def is_first() -> bool:
@@ -52,28 +48,22 @@ def lead(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
     """
     if jax.process_count() == 1:
         return function(*args, **named)
-    announce = _group().announce
+    group = _group()
     if not is_first():
-        return _hear(msgspec.json.decode(announce(None), type=_Told))
-    told = _Told()
+        found, kind, text = msgspec.json.decode(group.announce(None), type=_Told)
+        if not kind:
+            return found
+        error = _ERRORS[kind](text) if kind in _ERRORS else RuntimeError(f"{kind}: {text}")
+        error.add_note("It was raised in process 0 of this island, which talks to the store")
+        raise error
+    tell = lambda *told: group.announce(msgspec.json.encode(told).decode())
     try:
-        found = function(*args, **named)
-        told = _Told(found)  # type: ignore[arg-type]
-        return found
+        result = function(*args, **named)
     except BaseException as error:
-        told = _Told(error=type(error).__name__, text=str(error))
+        tell(None, type(error).__name__, str(error))
         raise
-    finally:
-        announce(msgspec.json.encode(told).decode())
-
-
-def _hear(told: _Told) -> Any:
-    if not told.error:
-        return told.found
-    kind = _ERRORS.get(told.error)
-    error = kind(told.text) if kind else RuntimeError(f"{told.error}: {told.text}")
-    error.add_note("It was raised in process 0 of this island, which talks to the store")
-    raise error
+    tell(result, "", "")
+    return result
 
 
 def spread(arrays: Sequence[np.ndarray], like: Sequence[Any]) -> Iterator[np.ndarray]:

@@ -38,14 +38,15 @@ from jaxsparse.islands.store import NAME, Objects, UnreachableError, not_shown
 
 _KEPT = 2  # snapshots
 _ROUND = re.compile("[0-9]{8,15}")
+_PAIR = re.compile(rf"({NAME.pattern})\.({NAME.pattern})")
 
 
 class Read(NamedTuple):
     """A message that was read and found good."""
 
-    message: Message
+    member: CountedMessage  # what a decision says of it
+    digest: str
     words: np.ndarray
-    checksum: str
 
 
 class Rounds:
@@ -120,14 +121,13 @@ class Rounds:
         """
         if (known := self._decisions.get(round)) is not None:
             return known  # it never changes
-        decision = self._read_decision(round)
-        newest = max(self._decisions, default=-1)
-        if decision is None and round <= newest:
-            was_there = f"although that of round {newest} was there"
-            raise not_shown(self.store, f"the decision of round {round}, {was_there}")
+        decision, newest = self._read_decision(round), max(self._decisions, default=-1)
         if decision is not None:
             self._decisions = {r: d for r, d in self._decisions.items() if r >= round - 1}
             self._decisions[round] = decision
+        elif round <= newest:
+            was_there = f"although that of round {newest} was there"
+            raise not_shown(self.store, f"the decision of round {round}, {was_there}")
         return decision
 
     def _read_decision(self, round: int) -> Decision | None:
@@ -180,7 +180,7 @@ class Rounds:
         """Makes a decision if it is time. Returns the one that stands."""
         found = self._posted(round)
         in_time, chances = self._expected(round)
-        here = {each.message.name for each in found}
+        here = {each.member.name for each in found}
         has_waited = chances <= here or waited >= took
         is_complete = bool(in_time) and in_time <= here and has_waited
         if len(found) < self.quorum and waited >= self.grace:
@@ -190,11 +190,11 @@ class Rounds:
         self._see_before(round)
         for key, (_, why) in self._bad.items():
             warnings.warn(f"the message {key} is left out: {why}", stacklevel=5)
-        digests = collections.Counter(each.message.digest for each in found)
+        digests = collections.Counter(each.digest for each in found)
         decision = Decision(
             round,
             self.settings,
-            tuple(CountedMessage(m.name, m.life, m.weight, m.late, m.loss, s) for m, _, s in found),
+            tuple(each.member for each in found),
             max(sorted(digests), key=digests.__getitem__),
             self.name,
             max(waited, 0.0),
@@ -240,7 +240,7 @@ class Rounds:
         for member in decision.members:
             key = _message_key(decision.round, member.name, member.life)
             good = self._good.get(key)
-            if good is None or good.checksum != member.checksum:
+            if good is None or good.member.checksum != member.checksum:
                 data = self.store.get(key)
                 if data is None or checksum(data) != member.checksum:
                     return None
@@ -319,7 +319,10 @@ class Rounds:
         message, body = Message.from_bytes(data, round, self.settings)
         if (message.name, message.life) != (name, life):
             raise BrokenError(f"it says that it is {message.name}.{message.life}")
-        return Read(message, words_of(body, self.words), checksum(data))
+        member = CountedMessage(
+            name, life, message.weight, message.late, message.loss, checksum(data)
+        )
+        return Read(member, message.digest, words_of(body, self.words))
 
 
 def _is_power_of_four(n: int) -> bool:
@@ -333,12 +336,8 @@ def list_posted(store: Objects, round: int) -> list[tuple[str, str]]:
 
 def _list_pairs(store: Objects, folder: str) -> list[tuple[str, str]]:
     """The two parts of names in a folder, sorted."""
-    pairs = [key.split(".") for key in sorted(store.names(folder))]
-    return [
-        (pair[0], pair[1])
-        for pair in pairs
-        if len(pair) == 2 and all(NAME.fullmatch(part) for part in pair)
-    ]
+    found = [_PAIR.fullmatch(key) for key in store.names(folder)]
+    return [(match[1], match[2]) for match in found if match]
 
 
 def list_rounds(store: Objects, folder: str) -> list[int]:

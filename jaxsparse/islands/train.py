@@ -69,13 +69,11 @@ class Islands:
     add them up in the decision's order, and give the mean to `optimizer`. So all have the same
     parameters, bit for bit, though none are sent.
 
-    An island that is late keeps its displacement in its residual, and sends it in the round that
-    is open then. `join` reads the newest snapshot, and replays the decisions since. A thread
-    exchanges while the island makes `overlap` more steps, and keeps what they moved. The logger
-    "jaxsparse.islands" has a line for each round. docs/islands.md has what happens when something
-    fails, schedules, and islands of several processes.
-
-    Quorum, grace and merging with weights are those of Decoupled DiLoCo (arXiv 2604.21428).
+    An island that is late sends its displacement in the round that is open then. `join` reads the
+    newest snapshot, and replays the decisions since. A thread exchanges beside `overlap` more
+    steps, whose moves are kept. The logger "jaxsparse.islands" has a line for each round.
+    docs/islands.md has failures, schedules, and islands of several processes. Quorum, grace and
+    weights are those of Decoupled DiLoCo (arXiv 2604.21428).
 
     Args:
         step: `step(state, batch)` returns the next state and anything to be shown. It is called as
@@ -160,9 +158,6 @@ class Islands:
             "snapshots": snapshots, "weighted": weighted, "poll": poll, "patience": patience,
             "alone": alone,
         }  # fmt: skip
-        # Why `grace` is a number, and not as long as the island's own steps take: what an island
-        # waits would go into the next round's time, a round that `leave` cuts short would make it
-        # tiny, and the fastest island would decide alone.
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
         self._is_weighted = weighted
         self._poll, self._patience = poll, patience
@@ -258,13 +253,9 @@ class Islands:
         step = self._step if self._is_checked else functools.partial(stepped, self._step)
         (worker, out), self._is_checked = step(state.worker, batch), True
         if self._loss_of is not None:
-            loss = self._loss_of(out)
+            self._losses.append(loss := self._loss_of(out))
             if jnp.shape(loss) != ():
-                raise ValueError(
-                    f"loss picks {jnp.shape(loss)} values from what the step returns: pick one "
-                    "scalar"
-                )
-            self._losses.append(loss)
+                raise ValueError(f"loss picks {jnp.shape(loss)} values of a step: pick one scalar")
         weighs = state.weight + (weight or 0.0)
         state = state._replace(worker=worker, steps=state.steps + 1, weight=weighs)
         if state.steps >= self._overlap:
@@ -289,10 +280,9 @@ class Islands:
     def leave(self, state: IslandState, patience: float | None = None) -> IslandState:
         """Ends training on this island: exchanges what it still has to say, and waits for that.
 
-        Others go on. If there is no decision in time, because others are still in their steps or
-        fewer than `quorum` islands are left, it warns, and the returned state still owes what it
-        moved. What it has sent counts all the same, if others decide on that round later. To go on
-        after that, join with this state.
+        If there is no decision in time, because others are still in their steps or fewer than
+        `quorum` islands are left, it warns, and the returned state still owes what it moved. What
+        it has sent counts all the same, if others decide on that round later.
 
         Args:
             state: from the last call.
