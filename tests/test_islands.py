@@ -810,7 +810,7 @@ def test_a_snapshot_that_the_store_does_not_take_is_left_out():
 
     def trains_and_leaves():
         train.leave(train(state, jnp.ones(8))[0])
-        train._writer.wait(60.0)  # it may give up later than `leave`
+        train._await_snapshot(60.0)  # it may give up later than `leave`
 
     with pytest.warns(UserWarning, match="could not write its snapshot, and leaves it out: down"):
         trains_and_leaves()

@@ -3,7 +3,6 @@
 import atexit
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,8 @@ from jaxsparse.islands.exchange import Exchange
 from jaxsparse.islands.processes import is_first, lead
 from jaxsparse.islands.store import UnreachableError
 
-# Exchanges whose threads may be at work as Python ends.
-_RUNNING: "weakref.WeakSet[RunningExchange]" = weakref.WeakSet()
+# Threads that may be at work as Python ends.
+_RUNNING: "weakref.WeakSet[Asking]" = weakref.WeakSet()
 
 
 @atexit.register
@@ -56,102 +55,95 @@ class Silence:
             raise error
 
 
-class Writer:
-    """Writes snapshots in a thread, one at a time, so that training does not wait for them.
+class Asking:
+    """A thread that calls `work`, which asks the store, until that returns anything but False.
 
-    If the store is silent for `patience` seconds, the snapshot is left out, with a warning. Others
-    write theirs.
+    `at()` is how far it has come, see `Silence`. `error` is what ended it.
     """
 
-    def __init__(self, name: str, poll: float, patience: float) -> None:
-        self._name, self._poll, self._patience = name, poll, patience
-        # Threads are waited for by events. CPython takes a thread for ended if an interrupt comes
-        # while it is joined.
-        self._is_idle = threading.Event()
-        self._is_idle.set()
+    def __init__(
+        self,
+        work: Callable[[], bool | None],
+        silence: Silence,
+        at: Callable[[], Any] = lambda: None,
+        name: str = "islands",
+    ) -> None:
+        self.silence = silence
+        self.error: BaseException | None = None
+        self._work, self._at, self._name = work, at, name
+        # It is waited for by an event. CPython takes a thread for ended if an interrupt comes while
+        # it is joined.
+        self._is_stopped, self._has_ended = threading.Event(), threading.Event()
+        self._has_ended.set()  # no thread is at work
 
-    def start(self, write: Callable[[], None]) -> None:
-        """Begins to write, unless the last one is still on its way: snapshots are large."""
-        if not self._is_idle.is_set():
-            return
-        self._is_idle.clear()
-        threading.Thread(
-            target=self._run, args=(write,), name="islands-snapshot", daemon=True
-        ).start()
+    def start(self) -> None:
+        _RUNNING.add(self)
+        self._has_ended.clear()
+        threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
-    def wait(self, seconds: float) -> None:
-        """Waits until it has written, at most so long."""
-        _wait(self._is_idle, seconds)
+    def wait(self, seconds: float) -> bool:
+        """Waits for its end, at most so long, and hears signals. Returns whether it has ended."""
+        end = time.monotonic() + seconds
+        while not self._has_ended.wait(min(1.0, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
+        return True
 
-    def _run(self, write: Callable[[], None]) -> None:
-        silence = Silence(self._poll, self._patience)
+    def stop(self, seconds: float) -> bool:
+        """Ends it after its present look at the store. Returns whether it has ended in time."""
+        self._is_stopped.set()
+        return self.wait(seconds)
+
+    def _run(self) -> None:
         try:
-            while True:
+            wait = self.silence.wait if self.silence.said else 0.0
+            while not self._is_stopped.wait(wait):
                 try:
-                    return write()
+                    if self._work() is not False:
+                        return
+                    self.silence.end()
                 except UnreachableError as error:
-                    silence.note(error)
-                time.sleep(silence.wait)
-        except Exception as error:
-            text = f"{self._name} could not write its snapshot, and leaves it out: {error}"
-            warnings.warn(text, stacklevel=2)
+                    self.silence.note(error, self._at())
+                wait = self.silence.wait
+        except BaseException as error:  # for the thread that trains
+            self.error = error
         finally:
-            self._is_idle.set()
+            self._has_ended.set()
 
 
-def _wait(event: threading.Event, seconds: float) -> bool:
-    """Waits for an event, at most so long, and hears signals. Returns whether it is there."""
-    end = time.monotonic() + seconds
-    while not event.wait(min(1.0, max(0.0, end - time.monotonic()))):
-        if time.monotonic() >= end:
-            return False
-    return True
-
-
-class RunningExchange:
+class RunningExchange(Asking):
     """An exchange in a thread.
 
     Of several processes, the first one has a thread, which does what is the store's alone. The rest
     is done by all, in their main threads and where the result is awaited: see `processes`.
     """
 
-    def __init__(self, exchange: Exchange, poll: float, patience: float) -> None:
-        self.exchange = exchange
-        self._poll, self._silence = poll, Silence(poll, patience)
-        self._error: BaseException | None = None
-        self._is_stopped, self._has_ended = threading.Event(), threading.Event()
-        self._has_ended.set()  # no thread is at work
-        self._work = exchange.advance
+    def __init__(self, exchange: Exchange, silence: Silence) -> None:
+        self.exchange, work = exchange, exchange.advance
         if not _may_compute_in_a_thread(exchange):
             exchange.prepare()
-            self._work = exchange.look
-        self._start()
+            work = exchange.look
+        super().__init__(work, silence, lambda: exchange.round)
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
         if is_first():
-            _RUNNING.add(self)
-            self._has_ended.clear()
-            threading.Thread(target=self._run, name="islands", daemon=True).start()
+            super().start()
 
     @property
     def trouble(self) -> str | None:
         """Why it does not go on, or None."""
-        return self._silence.said or self.exchange.member.rounds.lacks
+        return self.silence.said or self.exchange.member.rounds.lacks
 
     def is_silent(self) -> bool:
         """Whether the store does not answer."""
-        return self._silence.said is not None
+        return self.silence.said is not None
 
     def is_stuck(self) -> bool:
         """Waits until it is done or the store does not answer. Returns whether that is so."""
-        while not self._has_ended.wait(self._poll) and not self.is_silent():
+        while not self._has_ended.wait(self.silence.wait) and not self.is_silent():
             pass
         return not self._has_ended.is_set()
-
-    def stop(self, seconds: float) -> bool:
-        """Ends the thread, after its present look at the store. Returns whether it has in time."""
-        self._is_stopped.set()
-        return _wait(self._has_ended, seconds)
 
     def result(self, seconds: float) -> Exchange | None:
         """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
@@ -159,15 +151,15 @@ class RunningExchange:
         while lead(self._comes_to_its_end, end):
             if self.exchange.is_done or self._finish():
                 return self.exchange
-            self._start()
+            self.start()
         return None
 
     def _comes_to_its_end(self, end: float) -> bool:
         """Waits for the thread until then."""
-        if not _wait(self._has_ended, end - time.monotonic()):
+        if not self.wait(end - time.monotonic()):
             return False
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return not self._is_stopped.is_set() or self.exchange.is_done
 
     def _finish(self) -> bool:
@@ -175,26 +167,10 @@ class RunningExchange:
         try:
             if self.exchange.advance():
                 return True
-            self._silence.end()
+            self.silence.end()
         except UnreachableError as error:
-            lead(self._silence.note, error, self.exchange.round)
+            lead(self.silence.note, error, self.exchange.round)
         return False
-
-    def _run(self) -> None:
-        try:
-            wait = self._silence.wait if self.is_silent() else 0.0
-            while not self._is_stopped.wait(wait):
-                try:
-                    if self._work():
-                        return
-                    self._silence.end()
-                except UnreachableError as error:
-                    self._silence.note(error, self.exchange.round)
-                wait = self._silence.wait
-        except BaseException as error:  # for the thread that trains
-            self._error = error
-        finally:
-            self._has_ended.set()
 
 
 def _may_compute_in_a_thread(exchange: Exchange) -> bool:

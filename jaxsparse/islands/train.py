@@ -26,7 +26,7 @@ from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.processes import is_first, lead
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
-from jaxsparse.islands.threads import RunningExchange, Silence, Writer
+from jaxsparse.islands.threads import Asking, RunningExchange, Silence
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step, stepped
 
@@ -160,8 +160,7 @@ class Islands:
         }  # fmt: skip
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
         self._is_weighted = weighted
-        self._poll, self._patience = poll, patience
-        self._writer = Writer(name, poll, patience)
+        self._patience, self._silence = patience, functools.partial(Silence, poll, patience)
         self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
             Arithmetic(exchange, optimizer, params or params_of, weighted),
@@ -170,9 +169,10 @@ class Islands:
             quorum=quorum,
             grace=grace,
             snapshots=snapshots,
-            beside=self._writer.start,
+            beside=self._write,
         )
         self._running: RunningExchange | None = None
+        self._writing: Asking | None = None  # a snapshot
         self._waiting = 0.0
         self._round = 0  # that it is in
         self._has_joined = False  # and may train. Not if `leave` has left an exchange on its way
@@ -209,7 +209,7 @@ class Islands:
 
     def _try(self, ask: Callable[[], Any], at: Callable[[], Any] = lambda: None) -> Any:
         """Calls a function until the store answers. `at()` is how far it has come."""
-        silence = Silence(self._poll, self._patience)
+        silence = self._silence()
         while True:
             try:
                 return ask()
@@ -315,7 +315,7 @@ class Islands:
                 "to join",
                 stacklevel=2,
             )
-        lead(self._writer.wait, left())
+        lead(self._await_snapshot, left())
         return state
 
     def status(self) -> Status:
@@ -335,7 +335,7 @@ class Islands:
         losses, self._losses = self._losses, []
         state, exchange = self._member.begin(state, _mean(losses))
         if exchange is not None:
-            self._running = RunningExchange(exchange, self._poll, self._patience)
+            self._running = RunningExchange(exchange, self._silence())
         return state
 
     def _wait(self, state: IslandState) -> IslandState:
@@ -358,6 +358,27 @@ class Islands:
         self._round, self._running = state.round, None
         self._prepare(exchange)
         return state
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Writes a snapshot beside training, unless the last one is on its way: they are large."""
+        if self._await_snapshot(0.0):
+            self._writing = Asking(write, self._silence(), name="islands-snapshot")
+            self._writing.start()
+
+    def _await_snapshot(self, seconds: float) -> bool:
+        """Waits until none is on its way, at most so long. Returns whether that is so."""
+        if (writing := self._writing) is None:
+            return True
+        if not writing.wait(seconds):
+            return False
+        self._writing = None
+        if writing.error is not None:  # others write theirs
+            warnings.warn(
+                f"{self._member.name} could not write its snapshot, and leaves it out: "
+                f"{writing.error}",
+                stacklevel=2,
+            )
+        return True
 
     def _prepare(self, exchange: Exchange) -> None:
         """Compiles for a member fewer than in the last round, beside training.
