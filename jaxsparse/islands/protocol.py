@@ -59,14 +59,7 @@ class Rounds:
     """
 
     def __init__(
-        self,
-        store: Objects,
-        name: str,
-        *,
-        settings: str,
-        words: int,
-        quorum: int,
-        grace: float,
+        self, store: Objects, name: str, *, settings: str, words: int, quorum: int, grace: float
     ) -> None:
         self.store, self.name, self.life = store, name, ""
         self.settings, self.words = settings, words
@@ -150,15 +143,14 @@ class Rounds:
         Then what was read of this round is forgotten.
         """
         known = self._decisions.pop(round, None)
-        before = self._read_decision(round - 1) if round else None
-        if not round and not self.snapshots():
-            raise not_shown(self.store, "any snapshot of its run")
-        if round and (before is None or self._decisions.get(round - 1, before) != before):
-            raise not_shown(
-                self.store,
-                f"the decision of round {round - 1} that {self.name} went by, so that it decides "
-                "nothing there (is the folder mounted?)",
-            )
+        if round == 0:
+            what, is_there = "any snapshot of its run", bool(self.snapshots())
+        else:
+            what = f"the decision of round {round - 1} that {self.name} went by"
+            before = self._read_decision(round - 1)
+            is_there = before is not None and before == self._decisions.get(round - 1, before)
+        if not is_there:
+            raise not_shown(self.store, f"{what}, so that it decides nothing there")
         if known is not None:
             self._decisions[round] = known
 

@@ -268,13 +268,11 @@ class LocalSteps:
     def finish(self, state: LocalState, steps: int | None = None) -> LocalState:
         """Ends a run: exchanges what workers did since the last outer steps.
 
-        First, exchanges that are still on their way arrive. Then an outer step follows for each
-        fragment in which a worker has moved since its last one, so that finishing again changes
-        nothing. If a worker is broken, a second one exchanges the moves of the others. In the end
-        all workers have the global parameters.
-
-        A run may go on after it, also from a saved state. It is then another run than without it:
-        outer momentum and schedules have felt outer steps between the regular ones.
+        Exchanges that are still on their way arrive. Then an outer step follows for each fragment
+        in which a worker has moved since its last one, so that finishing again changes nothing. If
+        a worker is broken, a second one exchanges the moves of the others. In the end all workers
+        have the global parameters. A run may go on after it, but outer momentum and schedules have
+        then felt outer steps between the regular ones.
 
         Args:
             state: state of all workers. It is donated if anything is left to exchange.
@@ -393,20 +391,18 @@ class LocalSteps:
             found = traffic.crossing(program, axis_name=self._axis_name, mesh=self._mesh)
             return list(map(str, found))
         workers = count_workers(self._mesh, self._axis_name)
-        one = lambda x, lead: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
-        worker = jax.tree.map(
-            lambda node: one(node.value, ()), held(state.worker), is_leaf=is_per_worker
-        )
-        shapes, others = jax.eval_shape(lambda x: x, held((batch, rest)))
-        if any(not x.shape or x.shape[0] % workers for x in jax.tree.leaves(shapes)):
-            return []  # the call itself says so
-        share = jax.tree.map(lambda x: one(x, (x.shape[0] // workers,)), shapes)
+        given = held((state.worker, batch, rest))
+
+        def of_one(worker: Any, batch: Any, rest: Any) -> tuple[Any, ...]:
+            own = jax.tree.map(lambda node: node.value[0], worker, is_leaf=is_per_worker)
+            return own, jax.tree.map(lambda x: x[: len(x) // workers], batch), *rest
+
         run = lambda args: held(self._worker.train(*released(args)))
-        args = (worker, share, *others)
         try:
+            args = jax.eval_shape(of_one, *given)
             moved = traffic.traced_bytes(run, args, workers, axis_name=self._axis_name)
-        except Exception:  # the types of replication are stricter than simulated workers are
-            return []
+        except Exception:  # of a batch that can't be cut, see the call; or types of replication,
+            return []  # which are stricter than simulated workers are
         return list(map(str, moved.collectives))
 
 
