@@ -1283,14 +1283,16 @@ def test_a_weight_out_of_range_is_refused():
 def test_a_scalar_is_a_parameter():
     """A temperature, as a number of Python's."""
     step = jax.jit(lambda s, x: ((jax.tree.map(lambda p: p + x, s[0]),), x))
-    train = trainer(reference.Memory(), step=step, exchange=DENSE, every=1, grace=0.0)
+    settings = {"step": step, "exchange": DENSE, "every": 1, "grace": 0.0}
+    train = trainer(store := reference.Memory(), **settings)
     state = train.join(({"w": jnp.zeros(3), "t": 0.5},))
     for _ in range(3):
         state, _ = train(state, jnp.float32(1))
     assert (state.round, float(state.params["t"])) == (3, 3.5)
     assert train._step._cache_size() == 1
     saved = jax.tree.map(np.asarray, state)
-    assert float(train.join(saved).worker[0]["t"]) == 3.5
+    again = trainer(store, **settings)  # in another process it is an array from the beginning
+    assert float(again.join(saved).worker[0]["t"]) == 3.5
 
 
 def test_an_interrupt_in_an_exchange_leaves_it_on_its_way(request):

@@ -73,7 +73,6 @@ class Arithmetic:
         self._widen = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
         # A training state at the global parameters, without numbers that are not finite.
         self.put_back = jax.jit(lambda worker, new: put_back(params, worker, new, jnp.bool_(True)))
-        self._known: dict[Any, tuple[int, str]] = {}
         self.begin = jax.jit(self._begin)
         self.outer_step = jax.jit(self._outer_step)
         self.owed = jax.jit(functools.partial(self._own, counts=False))
@@ -110,33 +109,31 @@ class Arithmetic:
         the island's own parameters shapes and dtypes count alone. Raises ValueError if
         `exchange` is none, or not of one message.
         """
-        key = str(jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), (shared, own)))
-        if key not in self._known:
-            try:
-                self._known[key] = self._describe(shared, own)
-            except ValueError as error:
-                error.add_note(
-                    "islands are programs of their own, so exchange must send one message, and be "
-                    "made with axis_name=None; what applies the mean is optimizer"
-                )
-                raise
-        return self._known[key]
-
-    def _describe(self, shared: Shared, own: Any) -> tuple[int, str]:
-        words = by_message.message_words(self._exchange, shared.params, shared.outer[0])
-        messages = jax.ShapeDtypeStruct((2, words), jnp.uint32)
+        shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))  # no weak types
+        shared, own = jax.tree.map(shape, (shared, own))
+        try:
+            words = by_message.message_words(self._exchange, shared.params, shared.outer[0])
+        except ValueError as error:
+            error.add_note(
+                "islands are programs of their own, so exchange must send one message, and be "
+                "made with axis_name=None; what applies the mean is optimizer"
+            )
+            raise
         begun = jax.eval_shape(self._begin, own, shared, 0)
-        weights = jax.ShapeDtypeStruct((2,), jnp.float32) if self.is_weighted else None
-        program = jax.make_jaxpr(self._outer_step)(messages, weights, begun, shared)
+        program = jax.make_jaxpr(self._outer_step)(*self._received(2, words), begun, shared)
         names = [f"{path} {x.shape} {x.dtype}" for path, x in shared_leaves(shared)]
         text = "\n".join([Digested(program, None, ()).digest, *names])
         return words, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def prepare(self, members: int, begun: Begun, before: Shared) -> None:
         """Compiles `outer_step` for so many messages, and does not run it."""
-        messages = jax.ShapeDtypeStruct((members, begun.words.size), jnp.uint32)
+        received = self._received(members, begun.words.size)
+        self.outer_step.lower(*received, begun, before).compile()
+
+    def _received(self, members: int, words: int) -> tuple[Any, Any]:
+        """The shapes of messages that count, and of their weights."""
         weights = jax.ShapeDtypeStruct((members,), jnp.float32) if self.is_weighted else None
-        self.outer_step.lower(messages, weights, begun, before).compile()
+        return jax.ShapeDtypeStruct((members, words), jnp.uint32), weights
 
     def without_debts(self, shared: Shared) -> Shared:
         """Without anything of this island's own, as it starts."""

@@ -141,7 +141,7 @@ class RunningExchange(Asking):
 
     def is_stuck(self) -> bool:
         """Waits until it is done or the store does not answer. Returns whether that is so."""
-        while not self._has_ended.wait(self.silence.wait) and not self.is_silent():
+        while not self.is_silent() and not self._has_ended.wait(self.silence.wait):
             pass
         return not self._has_ended.is_set()
 

@@ -135,14 +135,10 @@ class Islands:
         patience: float = 600.0,
         alone: int = 0,
     ) -> None:
-        for label, value, least in (
-            ("every", every, 1),
-            ("quorum", quorum, 1),
-            ("snapshots", snapshots, 1),
-            ("overlap", overlap, 0),
-            ("alone", alone, 0),
-        ):
-            static_count(label, value, least)
+        for label, count in (("every", every), ("quorum", quorum), ("snapshots", snapshots)):
+            static_count(label, count)
+        for label, count in (("overlap", overlap), ("alone", alone)):
+            static_count(label, count, 0)
         if overlap >= every:
             raise ValueError(
                 f"overlap={overlap} must be less than every={every}: an exchange must arrive "
