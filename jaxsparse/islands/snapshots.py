@@ -37,8 +37,7 @@ def _arrays_of(
     described = {path: (list(x.shape), DTYPES[x.dtype.name]) for path, x in like}
     if described != {path: (each["shape"], each["dtype"]) for path, each in found.items()}:
         raise ForeignError("its arrays are not those of this run")
-    bodies = (np.frombuffer(found[path]["data"], np.uint8) for path, _ in like)
-    return [body.view(x.dtype).reshape(x.shape) for body, (_, x) in zip(bodies, like)]
+    return [np.frombuffer(found[path]["data"], x.dtype).reshape(x.shape) for path, x in like]
 
 
 def read_newest(rounds: Rounds, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
