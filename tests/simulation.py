@@ -149,7 +149,7 @@ class _Island:
             if self._exchange.counted:
                 self.counted += self._sent
             else:
-                self.left.append((self._member.life, self._exchange.round, self._sent))
+                self.left.append((self._member.rounds.life, self._exchange.round, self._sent))
         self._reports = self.reports
         self._member = self.state = self._exchange = self._writing = None
         self._owed = 0

@@ -14,7 +14,7 @@ import reference_islands as reference
 from histories import MACHINES, Fractions, History, Weighted
 from workers import some
 
-from jaxsparse.islands import arithmetic, member, protocol, records
+from jaxsparse.islands import arithmetic, exchange, member, protocol, records, snapshots
 from jaxsparse.islands.store import UnreachableError
 
 AT_ONCE = 100  # histories of a test
@@ -75,68 +75,68 @@ def counted_in_its_sleep_is_owed_still(patch, programs):
 
 
 def replay_skips_a_round(patch, programs):
-    right = member.Exchange._absorb
+    right = exchange.Exchange._absorb
 
-    def absorb(self, decision, begun, waited):
-        if begun is None and decision.round % 3 == 2:
-            self._go_to(self.shared, decision.round + 1, False, None, self.was_sent)
+    def absorb(self, decision, waited=None):
+        if self.message is None and decision.round % 3 == 2:
+            self._go_to(self.shared, decision.round + 1, False, False)
         else:
-            right(self, decision, begun, waited)
+            right(self, decision, waited)
 
-    patch(member.Exchange, "_absorb", absorb)
+    patch(exchange.Exchange, "_absorb", absorb)
 
 
 def replay_stops_at_an_error(patch, programs):
     """It takes a round for done whose messages it could not read."""
-    right = member.Exchange._absorb
+    right = exchange.Exchange._absorb
 
-    def absorb(self, decision, begun, waited):
+    def absorb(self, decision, waited=None):
         try:
-            right(self, decision, begun, waited)
+            right(self, decision, waited)
         except UnreachableError:
-            self._go_to(self.shared, decision.round + 1, self.counted, begun, self.was_sent)
+            self._go_to(self.shared, decision.round + 1, self.counted, False)
             raise
 
-    patch(member.Exchange, "_absorb", absorb)
+    patch(exchange.Exchange, "_absorb", absorb)
 
 
 def snapshot_of_another_round(patch, programs):
-    right = member.Member.snapshot
+    right = snapshots.make
 
-    def snapshot(self, shared, round):
-        before, self.before = getattr(self, "before", shared), shared
-        return right(self, before, round)
+    def make(rounds, shared, round):
+        before, rounds.before = getattr(rounds, "before", shared), shared
+        return right(rounds, before, round)
 
-    patch(member.Member, "snapshot", snapshot)
+    patch(snapshots, "make", make)
 
 
 def snapshot_under_the_next_round(patch, programs):
-    right = member.Exchange._take_turn
+    right = exchange.Exchange._take_turn
 
     def take_turn(self, members):
         self.round += 1
         right(self, members)
         self.round -= 1
 
-    patch(member.Exchange, "_take_turn", take_turn)
+    patch(exchange.Exchange, "_take_turn", take_turn)
 
 
 def snapshot_without_outer_state(patch, programs):
-    right = member.Member.snapshot
+    right = snapshots.make
 
-    def snapshot(self, shared, round):
-        return right(self, self.arithmetic.start((shared.params, 0)), round)
+    def make(rounds, shared, round):
+        return right(rounds, programs.start((shared.params, 0)), round)
 
-    patch(member.Member, "snapshot", snapshot)
+    patch(snapshots, "make", make)
 
 
 def joins_without_outer_state(patch, programs):
-    right = arithmetic.Arithmetic.from_arrays
+    right = snapshots._with_arrays
 
-    def from_arrays(self, arrays, shared):
-        return right(self, arrays, shared)._replace(outer=shared.outer)
+    def with_arrays(shared, arrays):
+        return right(shared, arrays)._replace(outer=shared.outer)
 
-    patch(arithmetic.Arithmetic, "from_arrays", from_arrays)
+    patch(snapshots, "_with_arrays", with_arrays)
 
 
 def keeps_one_snapshot(patch, programs):
@@ -217,9 +217,8 @@ def a_broken_message_counts(patch, programs):
     def checked(self, data, round, name, life):
         if data != b"half":
             return right(self, data, round, name, life)
-        message = records.Message(round, self.settings, name, life, 1.0, "", False, None)
-        zeros = np.zeros(self.words, np.uint32)
-        return protocol.Read(message, zeros, records.checksum(data))
+        says = records.CountedMessage(name, life, 1.0, False, None, records.checksum(data))
+        return protocol.Read(says, "", np.zeros(self.words, np.uint32))
 
     patch(protocol.Rounds, "_check", checked)
 
@@ -254,21 +253,21 @@ def lives_share_a_name(patch, programs):
 
 
 def saved_is_owed_still(patch, programs):
-    patch(member.Exchange, "_was_sent_in", lambda self, decision: False)
+    patch(exchange.Exchange, "_was_sent_in", lambda self, decision: False)
 
 
 def saved_is_owed_still_after_a_sleep(patch, programs):
-    right = member.Exchange._jump
+    right = exchange.Exchange._jump
 
-    def jump(self, decision, begun):
+    def jump(self, decision):
         with mock.patch.object(self.member, "is_restored", False):
-            right(self, decision, begun)
+            right(self, decision)
 
-    patch(member.Exchange, "_jump", jump)
+    patch(exchange.Exchange, "_jump", jump)
 
 
 def an_earlier_life_goes_on(patch, programs):
-    patch(member.Exchange, "_check_life", lambda self, decision: None)
+    patch(exchange.Exchange, "_check_life", lambda self, decision: None)
 
 
 def decides_in_an_empty_folder(patch, programs):
@@ -276,7 +275,7 @@ def decides_in_an_empty_folder(patch, programs):
 
 
 def a_decision_that_reads_broken_counts_for_nobody(patch, programs):
-    right, absorb = protocol.Rounds._read_decision, member.Exchange._absorb
+    right, absorb = protocol.Rounds._read_decision, exchange.Exchange._absorb
 
     def decision(self, round):
         try:
@@ -286,15 +285,15 @@ def a_decision_that_reads_broken_counts_for_nobody(patch, programs):
                 raise
             return records.Decision(round, self.settings, (), "", "", 0.0, self.words)
 
-    def absorbed(self, decision, begun, waited):
+    def absorbed(self, decision, waited=None):
         if decision.members:
-            return absorb(self, decision, begun, waited)
-        owed = programs.owed(begun or self.begin_idle(), self.shared)
-        after = arithmetic.with_own(self.shared, owed)
-        return self._go_to(after, decision.round + 1, False, begun, self.was_sent)
+            return absorb(self, decision, waited)
+        half = self.message or self.member.begin_idle(self.shared)
+        after = arithmetic.with_own(self.shared, programs.owed(half, self.shared))
+        return self._go_to(after, decision.round + 1, False, False)
 
     patch(protocol.Rounds, "_read_decision", decision)
-    patch(member.Exchange, "_absorb", absorbed)
+    patch(exchange.Exchange, "_absorb", absorbed)
 
 
 def weights_of_one(patch, programs):

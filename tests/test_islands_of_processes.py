@@ -109,8 +109,8 @@ def test_an_island_of_two_processes(tmp_path):
     """It trains beside another one, and then all of its processes raise the same errors."""
     lines = check_equal(tmp_path, 3, "wrong", overlap=1)
     for what, text in {
-        "settings": "ValueError: process 1 of this island has every=4, and process 0 has 3",
-        "state": "ValueError: process 1 of this island has round='4', and process 0 has '3'",
+        "settings": "RuntimeError: .* Process 1 has: every=4. Process 0 has: every=3",
+        "state": "RuntimeError: .* Process 1 has: round=4. Process 0 has: round=3",
         "local": r"ValueError: parameters\['b'\] are on devices of 1 of this island's 2 processes",
         "refused": "PermissionError: no access",
         "down": "UnreachableError: down",

@@ -254,9 +254,9 @@ def test_displacements_by_weight_are_those_of_numpy(case):
     tree["tokens"] = weights
     streaming, settings = None, {}
     if stream is not None:
-        streaming = outer.Streaming(3, *stream, "sequential")
+        streaming = outer.Streaming(3, *stream)
         settings = {"overlap": stream[0], "mixing": stream[1]}
-        settings["fragments"] = [EMBEDDING, np.concatenate(LAYERS[:2]), LAYERS[2]]
+        settings["fragments"] = [EMBEDDING, np.concatenate(LAYERS[::2]), LAYERS[1]]
     step = lambda state, batch: walk(state, {name: batch[name] for name in START})
     train = LocalSteps(
         step,
@@ -390,9 +390,6 @@ def test_rows_of_stacks_are_dealt_out_as_layers_are():
     assert found[0] == {"['head']": None}
     assert found[1] == strided  # rows 0, 2, 4
     assert found[2] == {path: slice(1, 4, 2) for path in strided} | {"['last_7']": None}
-    found = outer.Streaming(3, split="sequential", stacked="scan").of(shapes)
-    assert found[1] == {path: slice(0, 3, 1) for path in strided}
-    assert found[2] == {path: slice(3, 5, 1) for path in strided} | {"['last_7']": None}
     chosen = lambda path: int(path in ("['scan']['k'][0]", "['scan']['k'][1]", "['scan']['k'][4]"))
     found = outer.Streaming(2, split=chosen, stacked="scan").of(shapes)
     np.testing.assert_array_equal(found[1].pop("['scan']['k']"), [0, 1, 4])
@@ -912,7 +909,7 @@ def test_wrong_states():
         (lambda: outer.Streaming(0), "fragments=0 must be at least 1"),
         (lambda: outer.Streaming(2, -1), "overlap=-1 must not be negative"),
         (lambda: outer.Streaming(2, 1, 1.0), r"mixing=1.0 must lie in \[0, 1\)"),
-        (lambda: outer.Streaming(2, split="odd"), "split='odd' is unknown"),
+        (lambda: outer.Streaming(2, split="odd"), "split='odd' must be a function of a leaf's"),
     ):
         with pytest.raises(ValueError, match=match):
             wrong()

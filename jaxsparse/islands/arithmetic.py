@@ -7,7 +7,6 @@ compilers agree. What stays with an island itself comes from other programs.
 
 import functools
 import hashlib
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxsparse.arrays.layout import check_arrays, narrow
@@ -46,16 +45,12 @@ class Shared(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """An island's half of an exchange.
+    """An island's half of an exchange."""
 
-    `posted` is what stays with it, `origin` its own parameters when it began, in float32 or wider,
-    and `finite` whether these, and what they moved, were finite.
-    """
-
-    words: UInt32[Array, " words"]
-    posted: Any
-    origin: Any
-    finite: Bool[Array, ""]
+    words: UInt32[Array, " words"]  # its message
+    posted: Any  # what stays with it
+    origin: Any  # its own parameters when it began, in float32 or wider
+    finite: Bool[Array, ""]  # whether these, and what they moved, were finite
 
 
 class Arithmetic:
@@ -68,18 +63,16 @@ class Arithmetic:
         params: Select,
         weighted: bool = False,
     ) -> None:
-        self._weighted = weighted
+        self.is_weighted = weighted
         self._exchange = exchange
         self._optimizer = optax.with_extra_args_support(optimizer)
         self.pick = params
         self._make = lambda params: (exchange.init(params), optimizer.init(params))
-        self._init = jax.jit(self._make)
         # The step may donate its own state.
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self._widen = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
         # A training state at the global parameters, without numbers that are not finite.
         self.put_back = jax.jit(lambda worker, new: put_back(params, worker, new, jnp.bool_(True)))
-        self._known: dict[Any, tuple[int, str]] = {}
         self.begin = jax.jit(self._begin)
         self.outer_step = jax.jit(self._outer_step)
         self.owed = jax.jit(functools.partial(self._own, counts=False))
@@ -116,43 +109,35 @@ class Arithmetic:
         the island's own parameters shapes and dtypes count alone. Raises ValueError if
         `exchange` is none, or not of one message.
         """
-        key = str(jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), (shared, own)))
-        if key not in self._known:
-            try:
-                self._known[key] = self._describe(shared, own)
-            except ValueError as error:
-                error.add_note(
-                    "islands are programs of their own, so exchange must send one message, and be "
-                    "made with axis_name=None; what applies the mean is optimizer"
-                )
-                raise
-        return self._known[key]
-
-    def _describe(self, shared: Shared, own: Any) -> tuple[int, str]:
-        words = by_message.message_words(self._exchange, shared.params, shared.outer[0])
-        messages = jax.ShapeDtypeStruct((2, words), jnp.uint32)
+        shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))  # no weak types
+        shared, own = jax.tree.map(shape, (shared, own))
+        try:
+            words = by_message.message_words(self._exchange, shared.params, shared.outer[0])
+        except ValueError as error:
+            error.add_note(
+                "islands are programs of their own, so exchange must send one message, and be "
+                "made with axis_name=None; what applies the mean is optimizer"
+            )
+            raise
         begun = jax.eval_shape(self._begin, own, shared, 0)
-        weights = jax.ShapeDtypeStruct((2,), jnp.float32) if self._weighted else None
-        program = jax.make_jaxpr(self._outer_step)(messages, weights, begun, shared)
+        program = jax.make_jaxpr(self._outer_step)(*self._received(2, words), begun, shared)
         names = [f"{path} {x.shape} {x.dtype}" for path, x in shared_leaves(shared)]
         text = "\n".join([Digested(program, None, ()).digest, *names])
         return words, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
-    def from_arrays(self, arrays: Iterable[np.ndarray], shared: Shared) -> Shared:
-        """`shared` with the arrays of a snapshot. What is this island's own stays."""
-        found = iter(arrays)
-        place = lambda leaf, own: leaf if own else place_as(next(found), leaf)
-        return map_marked(place, shared)
-
     def prepare(self, members: int, begun: Begun, before: Shared) -> None:
         """Compiles `outer_step` for so many messages, and does not run it."""
-        messages = jax.ShapeDtypeStruct((members, begun.words.size), jnp.uint32)
-        weights = jax.ShapeDtypeStruct((members,), jnp.float32) if self._weighted else None
-        self.outer_step.lower(messages, weights, begun, before).compile()
+        received = self._received(members, begun.words.size)
+        self.outer_step.lower(*received, begun, before).compile()
+
+    def _received(self, members: int, words: int) -> tuple[Any, Any]:
+        """The shapes of messages that count, and of their weights."""
+        weights = jax.ShapeDtypeStruct((members,), jnp.float32) if self.is_weighted else None
+        return jax.ShapeDtypeStruct((members, words), jnp.uint32), weights
 
     def without_debts(self, shared: Shared) -> Shared:
         """Without anything of this island's own, as it starts."""
-        return with_own(shared, own_leaves(self._init_state(shared.params)))
+        return with_own(shared, self._init_state(shared.params))
 
     def _init_state(self, params: Any) -> Any:
         """The outer states as they start, cut over devices as the parameters are.
@@ -161,13 +146,12 @@ class Arithmetic:
         """
         cuts = {x.shape: x.sharding for x in jax.tree.leaves(params) if _is_on_mesh(x)}
         whole = _whole(params)
-        if whole is None:
-            return self._init(params)
 
-        def place(x: jax.ShapeDtypeStruct, is_own: bool) -> NamedSharding:
-            lead = x.shape[:1] if is_own else ()  # the axis of the workers, see `PerWorker`
-            like = cuts.get(x.shape[len(lead) :], whole)
-            return NamedSharding(like.mesh, PartitionSpec(*[None] * len(lead), *like.spec))
+        def place(x: jax.ShapeDtypeStruct, is_own: bool) -> NamedSharding | None:
+            if whole is None:
+                return None
+            like = cuts.get(x.shape[is_own:], whole)  # behind the axis of workers, see `PerWorker`
+            return NamedSharding(like.mesh, PartitionSpec(*[None] * is_own, *like.spec))
 
         there = map_marked(place, jax.eval_shape(self._make, params))
         return jax.jit(self._make, out_shardings=there)(params)
@@ -200,20 +184,24 @@ class Arithmetic:
         ok = all_finite(jax.tree.leaves(equal)) & (skips(after.outer) == skips(before.outer))
         return jax.tree.map(functools.partial(jnp.where, ok), after, before), ok
 
-    def _own(self, begun: Begun, before: Shared, counts: bool) -> list[Any]:
-        """What an island keeps without the others' messages; all, if its own does not count."""
+    def _own(self, begun: Begun, before: Shared, counts: bool) -> tuple[Any, Any]:
+        """The outer states, of which an island's own part is right, without others' messages.
+
+        If its own does not count, it keeps all.
+        """
+        params, (sent, moments) = before
+        words = begun.words[None]
         _, sent = by_message.receive(
-            *(self._exchange, begun.words[None], begun.posted, before.params, before.outer[0]),
-            counts=counts,
+            self._exchange, words, begun.posted, params, sent, counts=counts
         )
-        return own_leaves(sent)
+        return sent, moments
 
     def _go_on(self, worker: Any, begun: Begun, params: Any) -> tuple[Any, Bool[Array, ""]]:
         """A training state that goes on from new global parameters, and whether it was finite.
 
         Moves that the island made since it began are kept. If they are not finite, it starts anew.
         """
-        places = picked("params", self.pick, worker)[0]
+        places = picked("params", self.pick, worker)
         leaves = jax.tree.leaves(worker)
 
         def moved_on(i: int, g: Array, origin: Array) -> Array:
@@ -273,16 +261,10 @@ def shared_leaves(shared: Shared) -> list[tuple[str, Array]]:
     return [(keystr(path), leaf) for path, leaf in leaves if not is_marked(path)]
 
 
-def own_leaves(outer: Any) -> list[Any]:
-    """The arrays of the states of exchange and optimizer that are an island's own."""
-    return [leaf for path, leaf in tree_flatten_with_path(outer)[0] if is_marked(path)]
-
-
-def with_own(shared: Shared, own: list[Any]) -> Shared:
-    """`shared`, with an island's own arrays."""
-    given = iter(own)
-    pick = lambda leaf, is_own: next(given) if is_own else leaf
-    return shared._replace(outer=map_marked(pick, shared.outer))
+def with_own(shared: Shared, outer: Any) -> Shared:
+    """`shared`, with an island's own arrays, such as residuals, of other outer states."""
+    pick = lambda path, x, own: own if is_marked(path) else x
+    return shared._replace(outer=tree_map_with_path(pick, shared.outer, outer))
 
 
 def has_residual(shared: Shared) -> bool:

@@ -9,7 +9,7 @@ programs, run in main threads. A thread of the first process may wait for other 
 which would end a collective. So words go through the key-value store of `jax.distributed`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsparse.islands.protocol import GoneError
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.store import UnreachableError
+from jaxsparse.processes.agreement import compare_texts
 from jaxsparse.processes.group import ProcessGroup, whole_group
 
 P = ParamSpec("P")
@@ -27,19 +27,13 @@ T = TypeVar("T")
 
 _BLOCK = 2**26  # bytes that travel at once, so that devices need little room for them
 # Errors that are raised alike in all processes. Others are RuntimeErrors where they are only told.
-_ERRORS = {
-    each.__name__: each for each in (UnreachableError, GoneError, PermissionError, ValueError)
-}
+_ERRORS = {each.__name__: each for each in (UnreachableError, PermissionError, ValueError)}
 
 _Plain = Decision | str | bool | int | float | None
 
 
-class _Told(msgspec.Struct):
-    """What a function returned or raised in the first process."""
-
-    found: _Plain | list[_Plain] = None
-    error: str = ""
-    text: str = ""
+# What a function returned, and name and text of the error that it raised, or nothing.
+_Told = tuple[_Plain | list[_Plain], str, str]
 
 
 def is_first() -> bool:
@@ -56,27 +50,20 @@ def lead(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         return function(*args, **named)
     group = _group()
     if not is_first():
-        return _hear(msgspec.json.decode(group.announce(None), type=_Told))
+        found, kind, text = msgspec.json.decode(group.announce(None), type=_Told)
+        if not kind:
+            return found
+        error = _ERRORS[kind](text) if kind in _ERRORS else RuntimeError(f"{kind}: {text}")
+        error.add_note("It was raised in process 0 of this island, which talks to the store")
+        raise error
+    tell = lambda *told: group.announce(msgspec.json.encode(told).decode())
     try:
-        found = function(*args, **named)
+        result = function(*args, **named)
     except BaseException as error:
-        _tell(group, _Told(error=type(error).__name__, text=str(error)))
+        tell(None, type(error).__name__, str(error))
         raise
-    _tell(group, _Told(found))  # type: ignore[arg-type]
-    return found
-
-
-def _tell(group: ProcessGroup, told: _Told) -> None:
-    group.announce(msgspec.json.encode(told).decode())
-
-
-def _hear(told: _Told) -> Any:
-    if not told.error:
-        return told.found
-    kind = _ERRORS.get(told.error)
-    error = kind(told.text) if kind else RuntimeError(f"{told.error}: {told.text}")
-    error.add_note("It was raised in process 0 of this island, which talks to the store")
-    raise error
+    tell(result, "", "")
+    return result
 
 
 def spread(arrays: Sequence[np.ndarray], like: Sequence[Any]) -> Iterator[np.ndarray]:
@@ -108,34 +95,19 @@ def gather(x: Any) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def check_alike(settings: Any, params: Any) -> None:
+def check_alike(settings: Mapping[str, Any], params: Any) -> None:
     """Raises unless the processes of this island begin alike, on parameters spread over all.
 
-    RuntimeError: one does not come within the limit of `jaxsparse.fail_at_once`. ValueError: they
-    differ in settings, which are of JSON's types, or parameters are those of single processes.
+    RuntimeError: settings differ, or a process does not come within the limit of
+    `jaxsparse.fail_at_once`. ValueError: parameters are those of single processes.
     """
     if jax.process_count() == 1:
         return
-    group = _group()
-    topic = group.topic()
-    group.put(topic, msgspec.json.encode([_misplaced(params), settings], enc_hook=str).decode())
-    notes = group.get(topic, group.members)
-    missing = [str(i) for i, note in enumerate(notes) if note is None]
-    if missing:
-        raise RuntimeError(
-            f"process {', '.join(missing)} of this island did not join within {group.limit:g} s: "
-            "all of its processes call join, and then the same steps in the same order"
-        )
-    said = [msgspec.json.decode(note) for note in notes if note is not None]
-    for i, (error, theirs) in enumerate(said):
-        if error:
-            raise ValueError(error)
-        for key, value in said[0][1].items():
-            if theirs[key] != value:
-                raise ValueError(
-                    f"process {i} of this island has {key}={theirs[key]!r}, and process 0 has "
-                    f"{value!r}: start all processes of an island alike"
-                )
+    wrong = _misplaced(params)
+    texts = [f"{key}={value}" for key, value in settings.items()]
+    compare_texts(_group(), "join", [*texts, wrong])
+    if wrong:
+        raise ValueError(wrong)
 
 
 def _misplaced(params: Any) -> str:

@@ -38,18 +38,15 @@ from jaxsparse.islands.store import NAME, Objects, UnreachableError, not_shown
 
 _KEPT = 2  # snapshots
 _ROUND = re.compile("[0-9]{8,15}")
-
-
-class GoneError(LookupError):
-    """A message that a decision names is not in the store, or is another one."""
+_PAIR = re.compile(rf"({NAME.pattern})\.({NAME.pattern})")
 
 
 class Read(NamedTuple):
     """A message that was read and found good."""
 
-    message: Message
+    member: CountedMessage  # what a decision says of it
+    digest: str
     words: np.ndarray
-    checksum: str
 
 
 class Rounds:
@@ -62,14 +59,7 @@ class Rounds:
     """
 
     def __init__(
-        self,
-        store: Objects,
-        name: str,
-        *,
-        settings: str,
-        words: int,
-        quorum: int,
-        grace: float,
+        self, store: Objects, name: str, *, settings: str, words: int, quorum: int, grace: float
     ) -> None:
         self.store, self.name, self.life = store, name, ""
         self.settings, self.words = settings, words
@@ -77,8 +67,6 @@ class Rounds:
         self._good: dict[str, Read] = {}  # by key, of the round that is awaited
         # How often one was looked at that is not good, and why it is not.
         self._bad: dict[str, tuple[int, str]] = {}
-        # Of a round: who was in time in the last one, and who of the others has another chance.
-        self._expected: tuple[int, set[str], set[str]] = (-1, set(), set())
         # In how many rounds members were late, since they were last in time.
         self._late: collections.Counter[str] = collections.Counter()
         self._decisions: dict[int, Decision] = {}  # the last ones that were read, by round
@@ -126,14 +114,13 @@ class Rounds:
         """
         if (known := self._decisions.get(round)) is not None:
             return known  # it never changes
-        decision = self._read_decision(round)
-        newest = max(self._decisions, default=-1)
-        if decision is None and round <= newest:
-            was_there = f"although that of round {newest} was there"
-            raise not_shown(self.store, f"the decision of round {round}, {was_there}")
+        decision, newest = self._read_decision(round), max(self._decisions, default=-1)
         if decision is not None:
             self._decisions = {r: d for r, d in self._decisions.items() if r >= round - 1}
             self._decisions[round] = decision
+        elif round <= newest:
+            was_there = f"although that of round {newest} was there"
+            raise not_shown(self.store, f"the decision of round {round}, {was_there}")
         return decision
 
     def _read_decision(self, round: int) -> Decision | None:
@@ -156,15 +143,14 @@ class Rounds:
         Then what was read of this round is forgotten.
         """
         known = self._decisions.pop(round, None)
-        before = self._read_decision(round - 1) if round else None
-        if not round and not self.snapshots():
-            raise not_shown(self.store, "any snapshot of its run")
-        if round and (before is None or self._decisions.get(round - 1, before) != before):
-            raise not_shown(
-                self.store,
-                f"the decision of round {round - 1} that {self.name} went by, so that it decides "
-                "nothing there (is the folder mounted?)",
-            )
+        if round == 0:
+            what, is_there = "any snapshot of its run", bool(self.snapshots())
+        else:
+            what = f"the decision of round {round - 1} that {self.name} went by"
+            before = self._read_decision(round - 1)
+            is_there = before is not None and before == self._decisions.get(round - 1, before)
+        if not is_there:
+            raise not_shown(self.store, f"{what}, so that it decides nothing there")
         if known is not None:
             self._decisions[round] = known
 
@@ -185,11 +171,8 @@ class Rounds:
     def _propose(self, round: int, waited: float, took: float) -> Decision | None:
         """Makes a decision if it is time. Returns the one that stands."""
         found = self._posted(round)
-        if self._expected[0] != round:
-            last = self.decided(round - 1) if round else None
-            self._expected = round, *((set(), set()) if last is None else self._await(last))
-        _, in_time, chances = self._expected
-        here = {each.message.name for each in found}
+        in_time, chances = self._expected(round)
+        here = {each.member.name for each in found}
         has_waited = chances <= here or waited >= took
         is_complete = bool(in_time) and in_time <= here and has_waited
         if len(found) < self.quorum and waited >= self.grace:
@@ -199,11 +182,11 @@ class Rounds:
         self._see_before(round)
         for key, (_, why) in self._bad.items():
             warnings.warn(f"the message {key} is left out: {why}", stacklevel=5)
-        digests = collections.Counter(each.message.digest for each in found)
+        digests = collections.Counter(each.digest for each in found)
         decision = Decision(
             round,
             self.settings,
-            tuple(CountedMessage(m.name, m.life, m.weight, m.late, m.loss, s) for m, _, s in found),
+            tuple(each.member for each in found),
             max(sorted(digests), key=digests.__getitem__),
             self.name,
             max(waited, 0.0),
@@ -229,41 +212,40 @@ class Rounds:
             f"waits for others: quorum={self.quorum}"
         )
 
-    def _await(self, last: Decision) -> tuple[set[str], set[str]]:
-        """Whom to wait for after a decision: those that were in time, and some that were late.
+    def _expected(self, round: int) -> tuple[set[str], set[str]]:
+        """Whom to wait for: those that were in time in the last round, and some that were late.
 
         To wait for one that is slow makes all others slow, too. But one that was held up once
         starts its steps a little behind who decides, and would be late in each second round for
         ever. So it gets another chance, and after that fewer and fewer. If none was in time, nobody
         knows who will come.
         """
-        in_time = {member.name for member in last.members if not member.late}
-        late = {member.name for member in last.members} - in_time
-        for name in in_time:
-            self._late.pop(name, None)
-        self._late.update(late)
+        last = self.decided(round - 1) if round else None
+        members = () if last is None else last.members
+        in_time = {member.name for member in members if not member.late}
+        late = {member.name for member in members} - in_time
         return in_time, {name for name in late if _is_power_of_four(self._late[name])}
 
-    def read(self, decision: Decision) -> list[np.ndarray]:
-        """The words of the messages that count, in order. GoneError: one is not there any more."""
+    def read(self, decision: Decision) -> list[np.ndarray] | None:
+        """The words of the messages that count, in order, or None if one is not there any more."""
         found = []
         for member in decision.members:
             key = _message_key(decision.round, member.name, member.life)
             good = self._good.get(key)
-            if good is None or good.checksum != member.checksum:
+            if good is None or good.member.checksum != member.checksum:
                 data = self.store.get(key)
                 if data is None or checksum(data) != member.checksum:
-                    what = "is not there" if data is None else "is another one than decided on"
-                    raise GoneError(
-                        f"the message of {member.name} in round {decision.round} {what}"
-                    )
+                    return None
                 try:
                     # Kept until all are there, because the store may fail at the next one.
-                    good = self._check(data, decision.round, member.name, member.life)
-                    self._good[key] = good
-                except BrokenError as error:
-                    raise GoneError(f"the message {key} can't be read: {error}") from None
+                    good = self._good[key] = self._check(
+                        data, decision.round, member.name, member.life
+                    )
+                except BrokenError:
+                    return None
             found.append(good.words)
+        for member in decision.members:
+            self._late[member.name] = self._late[member.name] + 1 if member.late else 0
         self._good.clear()
         self._bad.clear()
         self.lacks = None
@@ -329,7 +311,10 @@ class Rounds:
         message, body = Message.from_bytes(data, round, self.settings)
         if (message.name, message.life) != (name, life):
             raise BrokenError(f"it says that it is {message.name}.{message.life}")
-        return Read(message, words_of(body, self.words), checksum(data))
+        member = CountedMessage(
+            name, life, message.weight, message.late, message.loss, checksum(data)
+        )
+        return Read(member, message.digest, words_of(body, self.words))
 
 
 def _is_power_of_four(n: int) -> bool:
@@ -343,12 +328,8 @@ def list_posted(store: Objects, round: int) -> list[tuple[str, str]]:
 
 def _list_pairs(store: Objects, folder: str) -> list[tuple[str, str]]:
     """The two parts of names in a folder, sorted."""
-    pairs = [key.split(".") for key in sorted(store.names(folder))]
-    return [
-        (pair[0], pair[1])
-        for pair in pairs
-        if len(pair) == 2 and all(NAME.fullmatch(part) for part in pair)
-    ]
+    found = [_PAIR.fullmatch(key) for key in store.names(folder)]
+    return [(match[1], match[2]) for match in found if match]
 
 
 def list_rounds(store: Objects, folder: str) -> list[int]:

@@ -8,14 +8,11 @@ format of safetensors. Nothing is unpickled.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
-import safetensors
 from msgspec import Meta
-from safetensors.numpy import save
 
 from jaxsparse.islands.store import NAME
 
@@ -64,9 +61,6 @@ class Record(
         checked.update(body)
         return b"".join((head, body, checked.digest()))  # bodies are large: one copy
 
-    def check(self) -> None:
-        """Raises BrokenError if fields contradict each other."""
-
     @classmethod
     def from_bytes(
         cls: type[R], data: bytes, round: int, settings: str | None = None
@@ -91,7 +85,6 @@ class Record(
             )
         if record.round != round:
             raise BrokenError(f"it says that it is of round {record.round}")
-        record.check()
         return record, whole[start + length : -_HASH]
 
 
@@ -135,7 +128,7 @@ class Decision(Record, frozen=True):
     waited: float
     words: Count
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if len(self.lives) != len(self.members):
             raise BrokenError("its members have one of them twice")
 
@@ -147,28 +140,6 @@ class Decision(Record, frozen=True):
 
 class Snapshot(Record, frozen=True):
     """Global parameters and outer state, as a round begins. The body is their arrays by path."""
-
-
-def to_snapshot(round: int, settings: str, leaves: Iterable[tuple[str, np.ndarray]]) -> bytes:
-    """A snapshot of arrays with their paths."""
-    arrays = {path: np.ascontiguousarray(x).reshape(x.shape) for path, x in leaves}
-    return Snapshot(round, settings).to_bytes(save(arrays))
-
-
-def from_snapshot(
-    data: bytes, round: int, settings: str, like: Sequence[tuple[str, Any]]
-) -> list[np.ndarray]:
-    """The arrays of a snapshot, which must be like others with their paths, in their order."""
-    _, body = Snapshot.from_bytes(data, round, settings)
-    try:
-        found = dict(safetensors.deserialize(bytes(body)))
-    except safetensors.SafetensorError as error:
-        raise BrokenError(f"its arrays can't be read: {error}") from None
-    described = {path: (list(x.shape), DTYPES[x.dtype.name]) for path, x in like}
-    if described != {path: (each["shape"], each["dtype"]) for path, each in found.items()}:
-        raise ForeignError("its arrays are not those of this run")
-    bodies = (np.frombuffer(found[path]["data"], np.uint8) for path, _ in like)
-    return [body.view(x.dtype).reshape(x.shape) for body, (_, x) in zip(bodies, like)]
 
 
 def checksum(data: bytes) -> str:

@@ -51,10 +51,7 @@ class Objects(Protocol):
     """
 
     def create(self, key: str, data: bytes) -> bool:
-        """Keeps `data` under a key, unless there is an object already. Returns whether it did.
-
-        False says that there is an object. It may be this caller's own, of an earlier attempt.
-        """
+        """Keeps `data` under a key, unless there is an object already. Returns whether it did."""
 
     def get(self, key: str) -> bytes | None:
         """The object under a key, or None."""
@@ -72,8 +69,7 @@ class Store:
     Args:
         url: a folder, as a path or as "file:///...", "memory://" for tests in one process, or a
             bucket and a prefix: "s3://bucket/run-7", "gs://bucket/run-7", "az://container/run-7".
-            Each run has a prefix of its own. Nothing outside of it is read or written. Mount a
-            folder on NFS with `noac`, so that it shows what others have written.
+            Each run has a prefix of its own. Nothing outside of it is read or written.
         options: what `obstore.store.from_url` takes besides, such as `region=`, `config=`,
             `client_options=`, `credential_provider=`. Credentials are found as obstore finds them,
             and never shown.

@@ -3,19 +3,18 @@
 import atexit
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jaxsparse.islands.member import Exchange
+from jaxsparse.islands.exchange import Exchange
 from jaxsparse.islands.processes import is_first, lead
 from jaxsparse.islands.store import UnreachableError
 
-# Exchanges whose threads may be at work as Python ends.
-_RUNNING: "weakref.WeakSet[RunningExchange]" = weakref.WeakSet()
+# Threads that may be at work as Python ends.
+_RUNNING: "weakref.WeakSet[Asking]" = weakref.WeakSet()
 
 
 @atexit.register
@@ -26,142 +25,141 @@ def _stop_all() -> None:
 
 
 class Silence:
-    """How long a store has not answered. `wait` has the seconds until it is asked once more."""
+    """How long a store has not answered.
+
+    Attributes:
+        said: what it said last, or None if it has answered since.
+        wait: seconds until it is asked once more.
+    """
 
     def __init__(self, poll: float, patience: float) -> None:
-        self._poll, self._patience = poll, patience
-        self.wait = poll
-        self._since: float | None = None
-        self._at: Any = None
+        self._poll, self._patience, self.wait = poll, patience, poll
+        self.said: str | None = None
+        self._since, self._at = 0.0, None
 
     def end(self) -> None:
-        self.wait, self._since = self._poll, None
+        self.wait, self.said = self._poll, None
 
-    def is_too_long(self, at: Any = None) -> bool:
-        """Notes an error of the store. Returns whether it has been silent for `patience` seconds.
+    def note(self, error: UnreachableError, at: Any = None) -> None:
+        """Notes an error. Raises it once the store has been silent for `patience` seconds.
 
         `at` is how far the work has come. If that is further than at the error before, the store
         has answered meanwhile: a long replay may meet an error now and then.
         """
         now = time.monotonic()
-        if self._since is None or at != self._at:
+        if self.said is None or at != self._at:
             self._since, self._at, self.wait = now, at, self._poll
+        self.said = str(error)
         self.wait = min(2 * self.wait + 0.01, 10.0)
-        return now - self._since > self._patience
+        if now - self._since > self._patience:
+            raise error
 
 
-class Writer:
-    """Writes snapshots in a thread, one at a time, so that training does not wait for them.
+class Asking:
+    """A thread that calls `work`, which asks the store, until that returns anything but False.
 
-    If the store is silent for `patience` seconds, the snapshot is left out, with a warning. Others
-    write theirs.
+    `at()` is how far it has come, see `Silence`. `error` is what ended it.
     """
 
-    def __init__(self, name: str, poll: float, patience: float) -> None:
-        self._name, self._poll, self._patience = name, poll, patience
-        # Threads are waited for by events. CPython takes a thread for ended if an interrupt comes
-        # while it is joined.
-        self._is_idle = threading.Event()
-        self._is_idle.set()
+    def __init__(
+        self,
+        work: Callable[[], bool | None],
+        silence: Silence,
+        at: Callable[[], Any] = lambda: None,
+        name: str = "islands",
+    ) -> None:
+        self.silence = silence
+        self.error: BaseException | None = None
+        self._work, self._at, self._name = work, at, name
+        # It is waited for by an event. CPython takes a thread for ended if an interrupt comes while
+        # it is joined.
+        self._is_stopped, self._has_ended = threading.Event(), threading.Event()
+        self._has_ended.set()  # no thread is at work
 
-    def start(self, write: Callable[[], None]) -> None:
-        """Begins to write, unless the last one is still on its way: snapshots are large."""
-        if not self._is_idle.is_set():
-            return
-        self._is_idle.clear()
-        threading.Thread(
-            target=self._run, args=(write,), name="islands-snapshot", daemon=True
-        ).start()
+    def start(self) -> None:
+        _RUNNING.add(self)
+        self._has_ended.clear()
+        threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
-    def wait(self, seconds: float) -> None:
-        """Waits until it has written, at most so long."""
-        _wait(self._is_idle, seconds)
+    def wait(self, seconds: float) -> bool:
+        """Waits for its end, at most so long, and hears signals. Returns whether it has ended."""
+        end = time.monotonic() + seconds
+        while not self._has_ended.wait(min(1.0, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
+        return True
 
-    def _run(self, write: Callable[[], None]) -> None:
-        silence = Silence(self._poll, self._patience)
+    def stop(self, seconds: float) -> bool:
+        """Ends it after its present look at the store. Returns whether it has ended in time."""
+        self._is_stopped.set()
+        return self.wait(seconds)
+
+    def _run(self) -> None:
         try:
-            while True:
+            wait = self.silence.wait if self.silence.said else 0.0
+            while not self._is_stopped.wait(wait):
                 try:
-                    return write()
+                    if self._work() is not False:
+                        return
+                    self.silence.end()
                 except UnreachableError as error:
-                    if silence.is_too_long():
-                        raise error
-                time.sleep(silence.wait)
-        except Exception as error:
-            text = f"{self._name} could not write its snapshot, and leaves it out: {error}"
-            warnings.warn(text, stacklevel=2)
+                    self.silence.note(error, self._at())
+                wait = self.silence.wait
+        except BaseException as error:  # for the thread that trains
+            self.error = error
         finally:
-            self._is_idle.set()
+            self._has_ended.set()
 
 
-def _wait(event: threading.Event, seconds: float) -> bool:
-    """Waits for an event, at most so long, and hears signals. Returns whether it is there."""
-    end = time.monotonic() + seconds
-    while not event.wait(min(1.0, max(0.0, end - time.monotonic()))):
-        if time.monotonic() >= end:
-            return False
-    return True
-
-
-class RunningExchange:
+class RunningExchange(Asking):
     """An exchange in a thread.
 
     Of several processes, the first one has a thread, which does what is the store's alone. The rest
     is done by all, in their main threads and where the result is awaited: see `processes`.
     """
 
-    def __init__(self, exchange: Exchange, poll: float, patience: float) -> None:
-        self._said: str | None = None  # the store's last error, if it did not answer since
-        self.exchange = exchange
-        self._poll, self._silence = poll, Silence(poll, patience)
-        self._error: BaseException | None = None
-        self._is_stopped, self._has_ended = threading.Event(), threading.Event()
-        self._has_ended.set()  # no thread is at work
-        self._is_single = _may_compute_in_a_thread(exchange)
-        if not self._is_single:
+    def __init__(self, exchange: Exchange, silence: Silence) -> None:
+        self.exchange, work = exchange, exchange.advance
+        if not _may_compute_in_a_thread(exchange):
             exchange.prepare()
+            work = exchange.look
+        super().__init__(work, silence, lambda: exchange.round)
+        self.start()
 
     def start(self) -> None:
-        _RUNNING.add(self)
-        self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
         if is_first():
-            self._has_ended.clear()
-            self._thread.start()
+            super().start()
 
     @property
     def trouble(self) -> str | None:
         """Why it does not go on, or None."""
-        return self._said or self.exchange.member.rounds.lacks
+        return self.silence.said or self.exchange.member.rounds.lacks
 
     def is_silent(self) -> bool:
-        return self._said is not None
+        """Whether the store does not answer."""
+        return self.silence.said is not None
 
     def is_stuck(self) -> bool:
         """Waits until it is done or the store does not answer. Returns whether that is so."""
-        while not self._has_ended.wait(self._poll) and not self.is_silent():
+        while not self.is_silent() and not self._has_ended.wait(self.silence.wait):
             pass
         return not self._has_ended.is_set()
-
-    def stop(self, seconds: float) -> bool:
-        """Ends the thread, after its present look at the store. Returns whether it has in time."""
-        self._is_stopped.set()
-        return _wait(self._has_ended, seconds)
 
     def result(self, seconds: float) -> Exchange | None:
         """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
         end = time.monotonic() + seconds
         while lead(self._comes_to_its_end, end):
-            if self.exchange.is_done or (not self._is_single and self._finish()):
+            if self.exchange.is_done or self._finish():
                 return self.exchange
             self.start()
         return None
 
     def _comes_to_its_end(self, end: float) -> bool:
         """Waits for the thread until then."""
-        if not _wait(self._has_ended, end - time.monotonic()):
+        if not self.wait(end - time.monotonic()):
             return False
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return not self._is_stopped.is_set() or self.exchange.is_done
 
     def _finish(self) -> bool:
@@ -169,38 +167,10 @@ class RunningExchange:
         try:
             if self.exchange.advance():
                 return True
-            self._note(None)
+            self.silence.end()
         except UnreachableError as error:
-            lead(self._note, error)
+            lead(self.silence.note, error, self.exchange.round)
         return False
-
-    def _run(self) -> None:
-        advance = self.exchange.advance if self._is_single else self.exchange.look
-        try:
-            if self.is_silent():
-                self._is_stopped.wait(self._silence.wait)
-            while not self._is_stopped.is_set():
-                try:
-                    if advance():
-                        return
-                    self._note(None)
-                except UnreachableError as error:
-                    self._note(error)
-                self._is_stopped.wait(self._silence.wait)
-        except BaseException as error:  # for the thread that trains
-            self._error = error
-        finally:
-            self._has_ended.set()
-
-    def _note(self, error: UnreachableError | None) -> None:
-        """Notes whether the store answers. Raises the error if it has not for long."""
-        if error is None:
-            self._said = None
-            self._silence.end()
-            return
-        self._said = str(error)
-        if self._silence.is_too_long(self.exchange.round):
-            raise error
 
 
 def _may_compute_in_a_thread(exchange: Exchange) -> bool:

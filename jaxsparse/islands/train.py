@@ -3,7 +3,8 @@
 The way of a round: `__call__` makes steps. After `every`, `_begin` has `Member.begin` compute a
 message, and a `RunningExchange` calls `Exchange.advance`: it posts, asks `Rounds.decide`, reads
 what counts, and computes the next round's parameters (`_absorb`, `Arithmetic.outer_step`). After
-`overlap` more steps `_finish` takes these, with the moves made meanwhile (`Member.finish`).
+`overlap` more steps `_finish` takes these, with the moves made meanwhile (`Member.finish`). `join`
+replays the rounds since a snapshot in the same way, without a message.
 """
 
 import functools
@@ -15,17 +16,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.arrays.settings import static_float, static_int
+from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.islands.arithmetic import Arithmetic, structs
-from jaxsparse.islands.member import Exchange, IslandState, Member, Report
-from jaxsparse.islands.processes import lead
+from jaxsparse.islands.exchange import Exchange, Report
+from jaxsparse.islands.member import IslandState, Member
+from jaxsparse.islands.processes import is_first, lead
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
-from jaxsparse.islands.threads import RunningExchange, Silence, Writer
+from jaxsparse.islands.threads import Asking, RunningExchange, Silence
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step, stepped
 
@@ -68,13 +69,11 @@ class Islands:
     add them up in the decision's order, and give the mean to `optimizer`. So all have the same
     parameters, bit for bit, though none are sent.
 
-    An island that is late keeps its displacement in its residual, and sends it in the round that
-    is open then. `join` reads the newest snapshot, and replays the decisions since. A thread
-    exchanges while the island makes `overlap` more steps, and keeps what they moved. The logger
-    "jaxsparse.islands" has a line for each round. docs/islands.md has what happens when something
-    fails, schedules, and islands of several processes.
-
-    Quorum, grace and merging with weights are those of Decoupled DiLoCo (arXiv 2604.21428).
+    An island that is late sends its displacement in the round that is open then. `join` reads the
+    newest snapshot, and replays the decisions since. A thread exchanges beside `overlap` more
+    steps, whose moves are kept. The logger "jaxsparse.islands" has a line for each round.
+    docs/islands.md has failures, schedules, and islands of several processes. Quorum, grace and
+    weights are those of Decoupled DiLoCo (arXiv 2604.21428).
 
     Args:
         step: `step(state, batch)` returns the next state and anything to be shown. It is called as
@@ -108,9 +107,11 @@ class Islands:
             answer.
 
     Raises:
-        ValueError: from `join`, `exchange` is none, or not of one message; the state is
-            another island's, or the store holds another run; or processes of an island differ, or
-            have parameters that are not on devices of all.
+        ValueError: from `join`, `exchange` is none, or not of one message; the state is another
+            island's; the store holds another run; or parameters are not on devices of all processes
+            of this island.
+        RuntimeError: from `join`, processes of this island differ. From a call, another process
+            has joined under its name.
         ConnectionError: the store does not answer for `patience` seconds.
     """
 
@@ -134,15 +135,10 @@ class Islands:
         patience: float = 600.0,
         alone: int = 0,
     ) -> None:
-        for label, value, least in (
-            ("every", every, 1),
-            ("quorum", quorum, 1),
-            ("snapshots", snapshots, 1),
-            ("overlap", overlap, 0),
-            ("alone", alone, 0),
-        ):
-            if static_int(label, value) < least:
-                raise ValueError(f"{label}={value} must be at least {least}")
+        for label, count in (("every", every), ("quorum", quorum), ("snapshots", snapshots)):
+            static_count(label, count)
+        for label, count in (("overlap", overlap), ("alone", alone)):
+            static_count(label, count, 0)
         if overlap >= every:
             raise ValueError(
                 f"overlap={overlap} must be less than every={every}: an exchange must arrive "
@@ -158,12 +154,9 @@ class Islands:
             "snapshots": snapshots, "weighted": weighted, "poll": poll, "patience": patience,
             "alone": alone,
         }  # fmt: skip
-        # Why `grace` is a number, and not as long as the island's own steps take: what an island
-        # waits would go into the next round's time, a round that `leave` cuts short would make it
-        # tiny, and the fastest island would decide alone.
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
-        self._poll, self._patience = poll, patience
-        self._writer = Writer(name, poll, patience)
+        self._is_weighted = weighted
+        self._patience, self._silence = patience, functools.partial(Silence, poll, patience)
         self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
             Arithmetic(exchange, optimizer, params or params_of, weighted),
@@ -172,14 +165,13 @@ class Islands:
             quorum=quorum,
             grace=grace,
             snapshots=snapshots,
-            weighted=weighted,
-            beside=self._writer.start,
+            beside=self._write,
         )
         self._running: RunningExchange | None = None
-        self._left: RunningExchange | None = None  # what `leave` did not wait for
+        self._writing: Asking | None = None  # a snapshot
         self._waiting = 0.0
-        self._round: int | None = None  # that it is in, once it has joined
-        self._is_told = False  # whether it has warned that it can't join yet
+        self._round = 0  # that it is in
+        self._has_joined = False  # and may train. Not if `leave` has left an exchange on its way
         self._loss_of = loss
         self._losses: list[Any] = []  # of steps, none of which has to wait for it
         self._is_checked = False  # whether the step returned what it must
@@ -199,35 +191,32 @@ class Islands:
 
         It takes a training state, or the `IslandState` that this island saved, and donates neither.
         """
-        for former in (self._running, self._left):
-            # Else it would go on in the name of the new life.
-            if former is not None and not former.stop(max(1.0, self._patience)):
-                raise UnreachableError(
-                    f"{self._member.store} has not answered a request of the last life of "
-                    f"{self._member.name} for {self._patience:g} s, and it can't join before that"
-                )
-        self._running = self._left = None
-        self._is_told = False
+        self._has_joined = False
+        # Else it would go on in the name of the new life.
+        if self._running is not None and not self._running.stop(max(1.0, self._patience)):
+            raise UnreachableError(
+                f"{self._member.rounds.store} has not answered a request of the last life of "
+                f"{self._member.name} for {self._patience:g} s, and it can't join before that"
+            )
+        self._running = None
         joined = self._member.join(state, self._settings, self._try)
-        self._round = joined.round
+        self._round, self._has_joined = joined.round, True
         return joined
 
-    def _try(self, function: Callable[[], Any], at: Callable[[], Any] = lambda: None) -> Any:
+    def _try(self, ask: Callable[[], Any], at: Callable[[], Any] = lambda: None) -> Any:
         """Calls a function until the store answers. `at()` is how far it has come."""
-        silence = Silence(self._poll, self._patience)
+        silence = self._silence()
         while True:
             try:
-                return function()
+                return ask()
             except UnreachableError as error:
-                if not self._is_told:
+                if is_first() and silence.said is None:
                     warnings.warn(
                         f"{self._member.name} can't join yet, and tries for {self._patience:g} s: "
                         f"{error}",
                         stacklevel=5,
                     )
-                    self._is_told = True
-                if lead(silence.is_too_long, at()):
-                    raise
+                lead(silence.note, error, at())
             time.sleep(silence.wait)
 
     def __call__(
@@ -242,15 +231,15 @@ class Islands:
             weight: what the step counts in the mean, above 0, if `weighted`. It counts also if the
                 step changes nothing, and is dropped with its moves if these are not finite.
         """
-        if (weight is not None) != self._member.weighted:
+        if (weight is not None) != self._is_weighted:
             raise ValueError(
-                f"weight={weight}, but weighted={self._member.weighted}: give each step a weight "
+                f"weight={weight}, but weighted={self._is_weighted}: give each step a weight "
                 "if messages are weighted, and none if not"
             )
         if weight is not None and not WEIGHTS[0] <= (weight := float(weight)) <= WEIGHTS[1]:
             raise ValueError(f"weight={weight} must lie in {list(WEIGHTS)}")
         if not isinstance(state, IslandState):
-            if self._round is not None:
+            if self._has_joined:
                 raise ValueError(
                     f"state is a {type(state).__name__}, but {self._member.name} has joined: give "
                     "the one that join or the last call returned"
@@ -260,13 +249,9 @@ class Islands:
         step = self._step if self._is_checked else functools.partial(stepped, self._step)
         (worker, out), self._is_checked = step(state.worker, batch), True
         if self._loss_of is not None:
-            loss = self._loss_of(out)
+            self._losses.append(loss := self._loss_of(out))
             if jnp.shape(loss) != ():
-                raise ValueError(
-                    f"loss picks {jnp.shape(loss)} values from what the step returns: pick one "
-                    "scalar"
-                )
-            self._losses.append(loss)
+                raise ValueError(f"loss picks {jnp.shape(loss)} values of a step: pick one scalar")
         weighs = state.weight + (weight or 0.0)
         state = state._replace(worker=worker, steps=state.steps + 1, weight=weighs)
         if state.steps >= self._overlap:
@@ -277,20 +262,10 @@ class Islands:
                 state = self._wait(state)
         return state, out
 
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """The step, lowered for these arguments or their shapes, as `jax.jit` does it."""
-        worker = state.worker if isinstance(state, IslandState) else state
-        if not hasattr(self._step, "lower"):
-            raise ValueError(
-                f"step is a {type(self._step).__name__}, which has no lower: compile it by jax.jit"
-            )
-        lowered: jax.stages.Lowered = self._step.lower(worker, batch)
-        return lowered
-
     def _check(self, state: IslandState) -> None:
         """Raises ValueError unless it is the state that this life goes on from."""
         name = self._member.name
-        if not self._member.has_joined:
+        if not self._has_joined:
             raise ValueError(f"{name} has not joined: go on with the state that join returns")
         if state.round != self._round:
             raise ValueError(
@@ -301,10 +276,9 @@ class Islands:
     def leave(self, state: IslandState, patience: float | None = None) -> IslandState:
         """Ends training on this island: exchanges what it still has to say, and waits for that.
 
-        Others go on. If there is no decision in time, because others are still in their steps or
-        fewer than `quorum` islands are left, it warns, and the returned state still owes what it
-        moved. What it has sent counts all the same, if others decide on that round later. To go on
-        after that, join with this state.
+        If there is no decision in time, because others are still in their steps or fewer than
+        `quorum` islands are left, it warns, and the returned state still owes what it moved. What
+        it has sent counts all the same, if others decide on that round later.
 
         Args:
             state: from the last call.
@@ -328,9 +302,8 @@ class Islands:
             state = self._finish(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
             self._running.stop(left())
-            self._left, self._running = self._running, None
             # Another message of this life in this round would not be sent.
-            self._member.has_joined = False
+            self._has_joined = False
             warnings.warn(
                 f"{self._member.name} leaves in round {state.round}, whose decision it has waited "
                 f"for in vain for {time.monotonic() - began:.0f} s: what it has sent counts if "
@@ -338,7 +311,7 @@ class Islands:
                 "to join",
                 stacklevel=2,
             )
-        lead(self._writer.wait, left())
+        lead(self._await_snapshot, left())
         return state
 
     def status(self) -> Status:
@@ -346,8 +319,8 @@ class Islands:
         member, running = self._member, self._running
         return Status(
             member.name,
-            member.life,
-            self._round or 0,
+            member.rounds.life,
+            self._round,
             tuple(member.reports),
             *member.totals,
             self._waiting,
@@ -358,13 +331,12 @@ class Islands:
         losses, self._losses = self._losses, []
         state, exchange = self._member.begin(state, _mean(losses))
         if exchange is not None:
-            self._running = RunningExchange(exchange, self._poll, self._patience)
-            self._running.start()
+            self._running = RunningExchange(exchange, self._silence())
         return state
 
     def _wait(self, state: IslandState) -> IslandState:
         """As `_finish`, unless the store does not answer and the island may go on alone."""
-        over = state.steps - self._overlap if state.steps else 0
+        over = state.steps - self._overlap
         if self._running is None or (over < self._alone and lead(self._running.is_stuck)):
             return state
         return self._finish(state)
@@ -383,6 +355,27 @@ class Islands:
         self._prepare(exchange)
         return state
 
+    def _write(self, write: Callable[[], None]) -> None:
+        """Writes a snapshot beside training, unless the last one is on its way: they are large."""
+        if self._await_snapshot(0.0):
+            self._writing = Asking(write, self._silence(), name="islands-snapshot")
+            self._writing.start()
+
+    def _await_snapshot(self, seconds: float) -> bool:
+        """Waits until none is on its way, at most so long. Returns whether that is so."""
+        if (writing := self._writing) is None:
+            return True
+        if not writing.wait(seconds):
+            return False
+        self._writing = None
+        if writing.error is not None:  # others write theirs
+            warnings.warn(
+                f"{self._member.name} could not write its snapshot, and leaves it out: "
+                f"{writing.error}",
+                stacklevel=2,
+            )
+        return True
+
     def _prepare(self, exchange: Exchange) -> None:
         """Compiles for a member fewer than in the last round, beside training.
 
@@ -394,7 +387,7 @@ class Islands:
             self._prepared.add(fewer)
             threading.Thread(
                 target=self._member.arithmetic.prepare,
-                args=(fewer, exchange.half, exchange.shared),
+                args=(fewer, exchange.begun, exchange.shared),
                 name="islands-compile",
             ).start()
 

@@ -12,16 +12,12 @@ from jaxsparse.islands.store import Objects
 
 
 class Seen(NamedTuple):
-    """A round, as the store shows it.
-
-    `others` have posted, but do not count: late, broken, or not decided yet. `trouble` says why the
-    decision can't be read.
-    """
+    """A round, as the store shows it."""
 
     round: int
     decision: Decision | None
-    others: tuple[str, ...]
-    trouble: str
+    others: tuple[str, ...]  # who have posted, but do not count: late, broken, or not decided yet
+    trouble: str  # why the decision can't be read
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -50,15 +46,15 @@ def read_history(store: Objects, last: int = 20) -> tuple[list[Seen], list[int]]
 
 
 def _see(store: Objects, round: int) -> Seen:
-    there = sorted({name for name, _ in list_posted(store, round)})
-    data = store.get(decision_key(round))
-    if data is None:
-        return Seen(round, None, tuple(there), "")
-    try:
-        decision = Decision.from_bytes(data, round)[0]
-    except BrokenError as error:
-        return Seen(round, None, tuple(there), str(error))
-    return Seen(round, decision, tuple(name for name in there if name not in decision.lives), "")
+    decision, trouble = None, ""
+    if (data := store.get(decision_key(round))) is not None:
+        try:
+            decision = Decision.from_bytes(data, round)[0]
+        except BrokenError as error:
+            trouble = str(error)
+    there = {name for name, _ in list_posted(store, round)}
+    others = there.difference(decision.lives if decision else ())
+    return Seen(round, decision, tuple(sorted(others)), trouble)
 
 
 def to_text(history: Sequence[Seen], snapshots: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -32,13 +32,12 @@ class Streaming:
             from 0 to H - 1. The paper finds training robust below 5.
         mixing: the weight of a worker's own values, alpha in [0, 1). 0 throws away what the worker
             did during the overlap. None: 0.5 with an overlap and 0 without.
-        split: rule that assigns leaves to fragments. "strided" deals layers out in turn, so that a
-            fragment has layers of all depths. "sequential" gives each fragment consecutive layers.
-            A leaf's layer is the first whole number in its key path, after the beginning that all
-            paths share. Leaves without a number (embedding, head, norms) are fragment 0, and the
-            other fragments share the layers. If all leaves have a number, all fragments do. Or a
-            function of the key path, as `jax.tree_util.keystr` prints it, that returns the
-            fragment, from 0 to `fragments` - 1.
+        split: function of a leaf's key path, as `jax.tree_util.keystr` prints it, that returns the
+            fragment, from 0 to `fragments` - 1. None deals layers out in turn, so that a fragment
+            has layers of all depths. A leaf's layer is the first whole number in its key path,
+            after the beginning that all paths share. Leaves without a number (embedding, head,
+            norms) are fragment 0, and the other fragments share the layers. If all leaves have a
+            number, all fragments do.
         stacked: a regular expression. A leaf whose key path contains a match holds layers along its
             first axis, such as those of a scanned model, and is cut there: its rows are dealt out
             as leaves of single layers are. A function as `split` sees each row's path, which is the
@@ -51,7 +50,7 @@ class Streaming:
     fragments: int = 4
     overlap: int = 1
     mixing: float | None = None
-    split: Literal["strided", "sequential"] | Callable[[str], int] = "strided"
+    split: Callable[[str], int] | None = None
     stacked: str | None = None
 
     def __post_init__(self):
@@ -69,10 +68,9 @@ class Streaming:
                 f"mixing={mixing} must lie in [0, 1): it is the weight of a worker's own "
                 "values, and at 1 nothing would ever arrive"
             )
-        if not callable(self.split) and self.split not in ("strided", "sequential"):
+        if not (self.split is None or callable(self.split)):
             raise ValueError(
-                f"split={self.split!r} is unknown: use 'strided', 'sequential' or a function of "
-                "a leaf's key path"
+                f"split={self.split!r} must be a function of a leaf's key path, or None"
             )
 
     def of(self, leaves: Mapping[str, tuple[int, ...]]) -> list[dict[str, Rows]]:
@@ -88,7 +86,7 @@ class Streaming:
         stacks = self._stacks(leaves)
         rows_of = lambda path: range(stacks[path]) if path in stacks else (None,)
         units = [(path, row) for path in leaves for row in rows_of(path)]
-        found = self._chosen(units) if callable(self.split) else self._of_layers(units)
+        found = self._of_layers(units) if self.split is None else self._chosen(units)
         if empty := sorted(set(range(self.fragments)) - set(found)):
             raise ValueError(
                 f"fragments={self.fragments}, but no leaf is left for fragment {empty[0]}: use "
@@ -143,18 +141,11 @@ class Streaming:
             for number, (_, row) in zip(numbers, units)
         ]
         first = 1 if () in layers and self.fragments > 1 else 0
-        places = {layer: i for i, layer in enumerate(sorted({*layers} - {()}))}
-        others = self.fragments - first
-
-        def fragment(layer: tuple[int, ...]) -> int:
-            if not layer:
-                return 0
-            place = places[layer]
-            if self.split == "sequential":
-                return first + place * others // len(places)
-            return first + place % others
-
-        return [fragment(layer) for layer in layers]
+        dealt = {
+            layer: first + i % (self.fragments - first)
+            for i, layer in enumerate(sorted({*layers} - {()}))
+        }
+        return [dealt.get(layer, 0) for layer in layers]
 
 
 def _as_slice(rows: np.ndarray) -> slice | np.ndarray:

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, static_int
-from jaxsparse.comm.marks import PerWorker
+from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.meshes import inner_axes
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.fragments import Streaming
@@ -69,27 +69,8 @@ class LocalSteps:
     gradient, and `optimizer` the mean D. The update is added to theta, and all workers go on from
     there. Inner optimizer states, which differ between workers, are neither reset nor averaged.
 
-    **Published methods** are pairs of an exchange and an optimizer. Where means of ten local steps
-    were measured, `jaxsparse.quantized("int4")` lost nothing over `jaxsparse.dense()`
-    (benchmarks/results/accuracy.md).
-
-    =========================================  =============================  ======================
-    method                                     exchange                       optimizer
-    =========================================  =============================  ======================
-    local SGD, FedAvg (arXiv 1602.05629)       dense()                        sgd(1.0)
-    BMUF (ICASSP 2016) of W workers            dense()                        sgd(1.0, 1 - 1 / W)
-    DiLoCo (arXiv 2311.08105)                  dense()                        sgd(0.7, 0.9, True)
-    Streaming DiLoCo (2501.18512), streaming=  quantized("e3m0", decay=0)     DiLoCo's
-    SparseLoCo (arXiv 2508.15706)              chunked_top_k(64, decay=0.95)  sgd(1.0)
-    =========================================  =============================  ======================
-
-    In the long run a displacement counts learning rate / (1 - momentum) times: 7 in DiLoCo. A small
-    model wanted less: in runs of 20 to 200 exchanges a momentum of 0.6 ended lower than 0.9, and,
-    in four bits, lower than the plain mean (`benchmarks/frontier_map.py --outer`). SparseLoCo's
-    residual is a worker's own outer momentum. An entry waits n = 4096 / k exchanges on average, and
-    arrives at decay**n: with 0.95, 30 % of a steady move arrives at k = 64, and 84 % at k = 512. A
-    run should have several such waits: with 19 and more, the exchange cost 0.04 nats or less over a
-    dense mean; with two or three, up to 0.4 (benchmarks/results/local_updates).
+    docs/local.md has the pairs of exchange and optimizer that are published (DiLoCo, SparseLoCo,
+    local SGD, BMUF), what they cost, and which to begin with.
 
     **Not finite.** If a parameter or a statistic of `average` is not finite on any worker, the
     outer step counts for nothing: global parameters and outer state stay. That worker goes back to
@@ -108,10 +89,8 @@ class LocalSteps:
     **The end.** Steps after the last outer step are not in `state.params`. `finish` exchanges
     them, too.
 
-    **Few bits.** Global parameters are float32 or wider, so they keep what rounding to a worker's
-    dtype removes. But if `step` keeps a worker's own parameters in bfloat16, then it loses moves
-    below half a unit in the last place, with and without exchanges. Keep float32 in the state, and
-    cast in the loss.
+    **Few bits.** Keep float32 in the state, and cast in the loss. A worker whose own parameters are
+    bfloat16 loses moves below half a unit in the last place, with and without exchanges.
 
     **Scales of fp8.** Parameters in Flax's collection `_overwrite_with_gradient`, the histories of
     largest magnitudes and what is scaled by them, have no displacements. An outer step (of fragment
@@ -119,11 +98,11 @@ class LocalSteps:
 
     **Programs.** `inner` is a compiled function of `state.worker`, a batch, `state.steps`,
     `state.weight`, and what else `step` takes. `outer`, `streamed` and `mixed` are lists of one
-    compiled function for each fragment p (0 without streaming). `outer[p]`
-    takes a state and exchanges the fragment. `streamed[p]` takes a state, a batch and what else
-    `step` takes, and makes a step beside the exchange. `mixed[p]` takes a state, and lets workers
-    go on from an exchange that has arrived.
-    `jaxsparse.wire_bytes(train.outer[0], state)` counts the bytes that an outer step sends.
+    compiled function for each fragment p (0 without streaming). `outer[p]` takes a state and
+    exchanges the fragment. `streamed[p]` takes a state, a batch and what else `step` takes, and
+    makes a step beside the exchange. `mixed[p]` takes a state, and lets workers go on from an
+    exchange that has arrived. `jaxsparse.wire_bytes(train.outer[0], state)` counts the bytes that
+    an outer step sends.
 
     Args:
         step: `step(state, batch)`, see above. A state is any tree of arrays: (params, opt_state), a
@@ -156,12 +135,11 @@ class LocalSteps:
 
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
-            than floating-point arrays of the state, a fragment has no leaf, the state holds an
-            exchange or something that is no array, or `exchange` does not exchange every
-            parameter (`jaxsparse.check`), or with a delay. From a call: the workers don't divide a
-            batch; `t` is not the number of steps done; `step` returns a state of another structure,
-            shape or dtype; or `step` communicates over `axis_name`. The last one is a warning on a
-            mesh with other axes, where XLA itself may communicate.
+            than floating-point arrays, a fragment has no leaf, the state holds an exchange or
+            something that is no array, or `exchange` leaves out a parameter (`jaxsparse.check`) or
+            has a delay. From a call: the workers don't divide a batch; `t` is not the number of
+            steps done; or `step` returns another kind of state, or communicates over `axis_name`.
+            (On a mesh with other axes, where XLA itself may communicate, that is a warning.)
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -226,8 +204,11 @@ class LocalSteps:
         self.inner = make(worker.step)
         self.outer = of_all(worker.exchange, alone)
         self.streamed = of_all(worker.step_beside, make)
-        self.mixed = of_all(worker.mix, alone)
-        self._settled = alone(worker.settle)
+        mix = lambda fragments, mixing: alone(
+            functools.partial(worker.mix, fragments=fragments, mixing=mixing)
+        )
+        self.mixed = [mix([p], self.streaming.mixing) for p in parts]
+        self._settled = mix(parts, 0.0)
         self._left = alone(worker.left, donate_argnums=())
 
     def init(self, state: Any) -> LocalState:
@@ -287,13 +268,11 @@ class LocalSteps:
     def finish(self, state: LocalState, steps: int | None = None) -> LocalState:
         """Ends a run: exchanges what workers did since the last outer steps.
 
-        First, exchanges that are still on their way arrive. Then an outer step follows for each
-        fragment in which a worker has moved since its last one, so that finishing again changes
-        nothing. If a worker is broken, a second one exchanges the moves of the others. In the end
-        all workers have the global parameters.
-
-        A run may go on after it, also from a saved state. It is then another run than without it:
-        outer momentum and schedules have felt outer steps between the regular ones.
+        Exchanges that are still on their way arrive. Then an outer step follows for each fragment
+        in which a worker has moved since its last one, so that finishing again changes nothing. If
+        a worker is broken, a second one exchanges the moves of the others. In the end all workers
+        have the global parameters. A run may go on after it, but outer momentum and schedules have
+        then felt outer steps between the regular ones.
 
         Args:
             state: state of all workers. It is donated if anything is left to exchange.
@@ -336,11 +315,7 @@ class LocalSteps:
         return next((p for p in range(count) if p * every // count == place), None)
 
     def _done(self, name: str, given: Any, state: LocalState) -> int:
-        """The number of steps that a state has done.
-
-        Raises:
-            ValueError: it is given as `name`, and is no int or another number.
-        """
+        """The number of steps that a state has done. ValueError: `given` is no int, or another."""
         last, steps = self._last
         is_number = isinstance(given, numbers.Integral | None) and type(given) is not bool
         if isinstance(state.steps, jax.core.Tracer) or not is_number:
@@ -363,8 +338,7 @@ class LocalSteps:
     def _meet(self, what: str, steps: int) -> None:
         """Compares with other processes when they exchange. Exchanges are paired by their order.
 
-        Raises:
-            RuntimeError: they differ.
+        RuntimeError: they differ.
         """
         if self._group is None:
             return
@@ -417,20 +391,18 @@ class LocalSteps:
             found = traffic.crossing(program, axis_name=self._axis_name, mesh=self._mesh)
             return list(map(str, found))
         workers = count_workers(self._mesh, self._axis_name)
-        one = lambda x, lead: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
-        worker = jax.tree.map(
-            lambda node: one(node.value, ()), held(state.worker), is_leaf=_is_per_worker
-        )
-        shapes, others = jax.eval_shape(lambda x: x, held((batch, rest)))
-        if any(not x.shape or x.shape[0] % workers for x in jax.tree.leaves(shapes)):
-            return []  # the call itself says so
-        share = jax.tree.map(lambda x: one(x, (x.shape[0] // workers,)), shapes)
+        given = held((state.worker, batch, rest))
+
+        def of_one(worker: Any, batch: Any, rest: Any) -> tuple[Any, ...]:
+            own = jax.tree.map(lambda node: node.value[0], worker, is_leaf=is_per_worker)
+            return own, jax.tree.map(lambda x: x[: len(x) // workers], batch), *rest
+
         run = lambda args: held(self._worker.train(*released(args)))
-        args = (worker, share, *others)
         try:
+            args = jax.eval_shape(of_one, *given)
             moved = traffic.traced_bytes(run, args, workers, axis_name=self._axis_name)
-        except Exception:  # the types of replication are stricter than simulated workers are
-            return []
+        except Exception:  # of a batch that can't be cut, see the call; or types of replication,
+            return []  # which are stricter than simulated workers are
         return list(map(str, moved.collectives))
 
 
@@ -439,14 +411,10 @@ def _of_held(f: Any) -> Any:
     return functools.wraps(f)(lambda *args: f(*held(args)))
 
 
-def _is_per_worker(node: Any) -> bool:
-    return isinstance(node, PerWorker)
-
-
 def _unmarked(tree: Any) -> Any:
     """The tree with all workers' arrays in the place of marks."""
-    taken = lambda node: node.value if _is_per_worker(node) else node
-    return jax.tree.map(taken, tree, is_leaf=_is_per_worker)
+    taken = lambda node: node.value if is_per_worker(node) else node
+    return jax.tree.map(taken, tree, is_leaf=is_per_worker)
 
 
 def _check_streaming(streaming: Streaming, every: int | Stages[int]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh
 from jax.tree_util import tree_flatten_with_path
 
@@ -75,76 +74,47 @@ def run_on_workers(
             warn_of_copies(axis_name, args)
         treedef: Any
         flat, treedef = tree_flatten_with_path(args)
-        leaves = [x for _, x in flat]
-        is_split = [path[0].idx in batches or is_marked(path) for path, _ in flat]
+        leaves, is_own = [x for _, x in flat], [is_marked(path) for path, _ in flat]
+        is_split = [own or path[0].idx in batches for (path, _), own in zip(flat, is_own)]
         has_model = whole is not None and bool(batches)  # others exchange, and nothing else
         inside = without_axis(one, axis_name, is_manual=not inner) if has_model else one
-        body = _OneWorker(inside, treedef)
+        outputs: Any = None  # which only tracing tells
+        marks: list[bool] = []
+
+        def body(*leaves: Any) -> OwnAndEqual:
+            nonlocal outputs, marks
+            returned, outputs = tree_flatten_with_path(inside(*treedef.unflatten(leaves)))
+            marks = [is_marked(path) for path, _ in returned]
+            own = [x[0] for (_, x), mark in zip(returned, marks) if mark]
+            return own, [x for (_, x), mark in zip(returned, marks) if not mark]
+
+        def is_for_vmap() -> bool:
+            rows = lambda x, own: (1 if own else x.shape[0] // workers, *x.shape[1:])
+            shapes = [
+                jax.ShapeDtypeStruct(rows(x, own) if split else x.shape, x.dtype)
+                for x, split, own in zip(map(jax.typeof, leaves), is_split, is_own)
+            ]
+            arrays = lambda *leaves: jax.tree.leaves(one(*treedef.unflatten(leaves)))
+            with context_of(whole):
+                traced = jax.make_jaxpr(arrays, axis_env=[(axis_name, workers)])(*shapes)
+            return serves_vmap(traced.jaxpr, axis_name)
+
         with running(Running(whole, axis_name)):
             way = via
             if inner and way is None:
-                shares = treedef, workers, axis_name, leaves, is_split, whole
-                serves = not has_model or serves_vmap(_traced(one, *shares), axis_name)
-                way = "vmap" if serves else "shard_map"
+                way = "vmap" if not has_model or is_for_vmap() else "shard_map"
             if whole is None or (inner and way == "vmap"):
                 with context_of(whole):  # as jax.shard_map has one
-                    outputs = run_mapped(body, workers, whole, axis_name, is_split)(*leaves)
+                    found = run_mapped(body, workers, whole, axis_name, is_split)(*leaves)
             else:
-                outputs = run_manually(body, whole, axis_name, is_split, inner)(*leaves)
-        return body.join(*outputs)
+                found = run_manually(body, whole, axis_name, is_split, inner)(*leaves)
+        own, equal = map(iter, found)
+        return outputs.unflatten([next(own if mark else equal) for mark in marks])
 
     run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
     if whole is None:
         return Step(run, (), None)
     return checks_of(run, whole, axis_name)
-
-
-class _OneWorker:
-    """One worker's step, with its outputs in two lists: per-worker arrays, and those equal on all.
-
-    Only tracing tells what a step returns, so a call remembers the outputs' tree for `join`.
-    """
-
-    def __init__(self, step: Callable[..., Any], arguments: Any) -> None:
-        self._step, self._arguments = step, arguments
-        self._marks: list[bool] = []
-        self._treedef: Any = None
-
-    def __call__(self, *leaves: Any) -> OwnAndEqual:
-        returned = self._step(*self._arguments.unflatten(leaves))
-        outputs, self._treedef = tree_flatten_with_path(returned)
-        self._marks = [is_marked(path) for path, _ in outputs]
-        own = [leaf[0] for (_, leaf), mark in zip(outputs, self._marks) if mark]
-        return own, [leaf for (_, leaf), mark in zip(outputs, self._marks) if not mark]
-
-    def join(self, own: list[Any], equal: list[Any]) -> Any:
-        """What the step returned when it was called last, made of these arrays."""
-        lists = {True: iter(own), False: iter(equal)}
-        return self._treedef.unflatten([next(lists[mark]) for mark in self._marks])
-
-
-def _traced(
-    one: Callable[..., Any],
-    treedef: Any,
-    workers: int,
-    axis_name: str,
-    leaves: list[Any],
-    is_split: list[bool],
-    mesh: Mesh | None,
-) -> Jaxpr:
-    """The program of one worker, to be looked at."""
-
-    def share(x: Any, yes: bool, is_own: bool) -> jax.ShapeDtypeStruct:
-        rows = (1 if is_own else x.shape[0] // workers, *x.shape[1:]) if yes else x.shape
-        return jax.ShapeDtypeStruct(rows, x.dtype)
-
-    paths = [path for path, _ in tree_flatten_with_path(treedef.unflatten(leaves))[0]]
-    shapes = [
-        share(jax.typeof(x), yes, is_marked(path)) for x, yes, path in zip(leaves, is_split, paths)
-    ]
-    flat = lambda *leaves: jax.tree.leaves(one(*treedef.unflatten(leaves)))
-    with context_of(mesh):
-        return jax.make_jaxpr(flat, axis_env=[(axis_name, workers)])(*shapes).jaxpr
 
 
 def _numbers_of(given: tuple[int, ...], args: tuple[Any, ...]) -> set[int]:

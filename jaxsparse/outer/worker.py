@@ -3,7 +3,7 @@
 All of it runs on one worker, inside `run_on_workers`. `local_steps` decides when.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,21 +69,15 @@ class Worker(NamedTuple):
     weight: Select | None = None
 
     def start(self, state: Any) -> LocalState:
-        """The state of a worker that has this training state.
-
-        Raises:
-            ValueError: `params` or `average` pick something else than floating-point arrays of the
-                state, or both the same, a fragment has no leaf, the state holds an exchange or
-                something that is no array, or the exchange is delayed.
-        """
+        """The state of a worker that has this training state. For errors see `LocalSteps`."""
         if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
             raise ValueError(
                 "the state holds arrays of single workers, as the state of a jaxsparse "
                 "transformation does: a step exchanges nothing here, so give that as exchange"
             )
         check_arrays("leaf", state)
-        places = picked("params", self.params, state)[0]
-        if set(places) & set(picked("average", self.average, state)[0]):
+        places = picked("params", self.params, state)
+        if set(places) & set(picked("average", self.average, state)):
             raise ValueError(
                 "average picks parameters, which are exchanged anyway: pick statistics"
             )
@@ -131,8 +125,9 @@ class Worker(NamedTuple):
         worker = put_back(self.params, worker, state.params, broken)
         if fragment == 0:
             worker = self._averaged(worker, broken)
-        worker = self._mixed(worker, state, fragment, self.streaming.mixing)
-        return state._replace(worker=PerWorker.wrap(worker))
+        return self.mix(
+            state._replace(worker=PerWorker.wrap(worker)), [fragment], self.streaming.mixing
+        )
 
     def step_beside(
         self, state: LocalState, batch: Any, *rest: Any, fragment: int
@@ -152,20 +147,15 @@ class Worker(NamedTuple):
         )
         return state, PerWorker.wrap(out)
 
-    def mix(self, state: LocalState, fragment: int) -> LocalState:
-        """Lets workers go on from an exchange that has arrived."""
-        worker = PerWorker.unwrap(state.worker)
-        worker = self._mixed(worker, state, fragment, self.streaming.mixing)
-        return state._replace(worker=PerWorker.wrap(worker))
+    def mix(self, state: LocalState, fragments: Sequence[int], mixing: float | None) -> LocalState:
+        """Lets workers go on from exchanges that have arrived, with this weight of their own.
 
-    def settle(self, state: LocalState) -> LocalState:
-        """All fragments of all workers at the global parameters, where the last exchange counted.
-
-        If it did not, because a worker was broken, the others keep what they still have to send.
+        If an exchange did not count, because a worker was broken, the others keep what they still
+        have to send.
         """
         worker = PerWorker.unwrap(state.worker)
-        for fragment in range(self.streaming.fragments):
-            worker = self._mixed(worker, state, fragment, 0.0)
+        for fragment in fragments:
+            worker = self._mixed(worker, state, fragment, mixing)
         return state._replace(worker=PerWorker.wrap(worker))
 
     def left(self, state: LocalState) -> Bool[Array, " fragments"]:
@@ -227,15 +217,15 @@ class Worker(NamedTuple):
         own = jnp.asarray(own).astype(jnp.float32)
         return jax.tree.map(lambda before: before + own, weight)
 
-    def _mixed(self, worker: Any, state: LocalState, fragment: int, weight: float | None) -> Any:
+    def _mixed(self, worker: Any, state: LocalState, fragment: int, mixing: float | None) -> Any:
         """The worker after a fragment's last exchange: mixed with it, unchanged, or set back."""
-        places = picked("params", self.params, worker)[0]
+        places = picked("params", self.params, worker)
         leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(state.params)
         own, outcome = self._fragment(state.params, fragment), state.outcome[fragment]
 
         def mixed(w: Array, g: Array) -> Array:
             # A worker that has the global values must keep them: weighted sums could round.
-            wide = widened(w) + (1 - weight) * (g - widened(w)) if weight else g
+            wide = widened(w) + (1 - mixing) * (g - widened(w)) if mixing else g
             back = jnp.where(outcome == 2, narrow(g, w.dtype), w)
             return jnp.where(outcome == 0, narrow(wide, w.dtype), back)
 
@@ -251,13 +241,13 @@ class Worker(NamedTuple):
     def _broken(self, worker: Any) -> Bool[Array, ""]:
         """Whether this worker's parameters or averaged statistics are not finite."""
         leaves = jax.tree.leaves(worker)
-        places = picked("params", self.params, worker)[0]
-        places += picked("average", self.average, worker)[0]
+        places = picked("params", self.params, worker)
+        places += picked("average", self.average, worker)
         return ~all_finite([leaves[i] for i in places])
 
     def _averaged(self, worker: Any, broken: Bool[Array, ""]) -> Any:
         """The worker with the mean statistics of those that are not broken."""
-        places = picked("average", self.average, worker)[0]
+        places = picked("average", self.average, worker)
         leaves = jax.tree.leaves(worker)
         if not places:
             return worker
@@ -292,17 +282,16 @@ class Worker(NamedTuple):
 
     def part(self, params: Any, fragment: int) -> Any:
         """The parameters with this fragment's rows alone; None stands for leaves of others."""
-        leaves, treedef = _flat(params)
+        leaves, treedef = jax.tree.flatten(params)
         own = self._fragment(params, fragment)
         part = [taken(x, own[i]) if i in own else None for i, x in enumerate(leaves)]
-        return treedef.unflatten(part)
+        return jax.tree.unflatten(treedef, part)
 
 
 def stepped(step: Step, worker: Any, *args: Any) -> tuple[Any, Any]:
     """The result of a step of one worker. Equinox modules are held (`comm.static_leaves`).
 
-    Raises:
-        ValueError: the result is no pair, or its state is not like the one before.
+    ValueError: it is no pair, or its state is not like the one before.
     """
     result = held(step(*released((worker, *args))))
     what = "step must return (state, out), with a state like the one that it is given"
@@ -337,7 +326,7 @@ def displacement(params: Any, own: Any) -> Any:
 
 def put_back(select: Select, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
     """A broken worker with the global parameters, and without numbers that are not finite."""
-    places = picked("params", select, worker)[0]
+    places = picked("params", select, worker)
     to = dict(zip(places, jax.tree.leaves(params)))
 
     def leaf(i: int, x: Array) -> Array:
@@ -347,8 +336,8 @@ def put_back(select: Select, worker: Any, params: Any, broken: Bool[Array, ""]) 
             return x
         return jnp.where(broken & ~jnp.isfinite(x), jnp.zeros_like(x), x)
 
-    leaves, treedef = _flat(worker)
-    return treedef.unflatten([leaf(i, jnp.asarray(x)) for i, x in enumerate(leaves)])
+    leaves, treedef = jax.tree.flatten(worker)
+    return jax.tree.unflatten(treedef, [leaf(i, jnp.asarray(x)) for i, x in enumerate(leaves)])
 
 
 def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -359,10 +348,6 @@ def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 def _described(leaf: Any) -> str:
     return "nothing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
-
-
-def _flat(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree)
 
 
 def skips(outer: Any) -> Array:
@@ -388,23 +373,22 @@ def replaced(tree: Any, places: list[int], values: list[Array]) -> Any:
 
 def with_rows(tree: Any, places: Mapping[int, Rows], values: list[Array]) -> Any:
     """The tree with other rows of leaves at some places."""
-    leaves, treedef = _flat(tree)
+    leaves, treedef = jax.tree.flatten(tree)
     for (i, rows), value in zip(places.items(), values):
         leaves[i] = value if rows is None else leaves[i].at[rows].set(value)
-    return treedef.unflatten(leaves)
+    return jax.tree.unflatten(treedef, leaves)
 
 
-def picked(name: str, select: Select | None, state: Any) -> tuple[list[int], list[str]]:
-    """The places of the leaves that `select` picks, among those of a state, and their paths.
+def picked(name: str, select: Select | None, state: Any) -> list[int]:
+    """The places of the leaves that `select` picks, among those of a state.
 
-    Raises:
-        ValueError: it picks nothing, or something else than floating-point arrays of the state.
+    ValueError: it picks nothing, or something else than floating-point arrays of the state.
     """
     if select is None:
-        return [], []
-    leaves, treedef = _flat(state)
+        return []
+    leaves, treedef = jax.tree.flatten(state)
     try:
-        found = tree_flatten_with_path(select(treedef.unflatten(range(len(leaves)))))[0]
+        found = tree_flatten_with_path(select(jax.tree.unflatten(treedef, range(len(leaves)))))[0]
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"{name} must pick arrays of the state as they are, without changing them: {error}"
@@ -418,4 +402,4 @@ def picked(name: str, select: Select | None, state: Any) -> tuple[list[int], lis
             )
     if not found:
         raise ValueError(f"{name} picks nothing of the state: pick at least one array")
-    return [i for _, i in found], [keystr(path) for path, _ in found]
+    return [i for _, i in found]

@@ -1,0 +1,304 @@
+"""A round of one island, from its message to the parameters of the next round.
+
+It blocks for the store alone, and waits for nobody: if others are not there yet, or the store does
+not answer, it can be advanced again. All processes of an island do the same, and the first of them
+asks the store: see `processes`.
+"""
+
+import dataclasses
+import functools
+import warnings
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxsparse.islands import snapshots
+from jaxsparse.islands.arithmetic import Begun, Shared, has_residual, place_as, with_own
+from jaxsparse.islands.processes import gather, is_first, lead, spread
+from jaxsparse.islands.records import WEIGHTS, Decision
+from jaxsparse.islands.store import UnreachableError, not_shown
+
+if TYPE_CHECKING:
+    from jaxsparse.islands.member import Member
+
+
+class Report(NamedTuple):
+    """What became of a round, seen from an island."""
+
+    round: int  #: its number
+    members: tuple[str, ...]  #: the islands whose messages counted
+    counted: bool  #: whether this island's did
+    #: seconds from its message to the decision, or None if it sent none in this round
+    waited: float | None
+    received: int  #: bytes of messages that it read
+    sent: int  #: bytes of its own message
+    applied: bool  #: whether the sum was applied. It is not, if it overflows.
+    digest: str  #: digest of what islands share as the next round begins
+
+    def __str__(self) -> str:
+        when = "replayed" if self.waited is None else f"decided after {self.waited:.1f} s"
+        without = "" if self.counted or self.waited is None else ", without this island"
+        return (
+            f"round {self.round} of {', '.join(self.members)}: {when}{without}, "
+            f"{self.sent / 1e6:.2f} MB sent, {self.received / 1e6:.2f} MB received"
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Exchange:
+    """A round of one island, as far as it has come, and the rounds after it if it was late.
+
+    An island that is late follows the decisions that it missed, and sends what it owes in the round
+    that is open then. Else one that is slower than the others would never count. Whoever joins
+    follows decisions alone.
+    """
+
+    member: "Member"
+    shared: Shared  # what islands share as the round begins, with what is this island's own
+    round: int
+    begun: Begun  # its half, from which on its own moves are kept
+    message: Begun | None = None  # the half that it sends, until there is a decision on it
+    weight: float = 0.0  # of its message
+    took: float = 0.0  # seconds of its own steps
+    loss: float | None = None  # their mean, for those who watch
+    is_late: bool = True  # whether its message is what it owes, or it has none
+    is_done: bool = False
+    counted: bool = False  # whether a message of it counted
+    was_sent: bool = False  # whether a former life of it sent messages that counted
+    posted_at: float | None = None
+    post_after: float = 0.0  # so many seconds, it posts again if the store does not show it
+    drifted_in: int = -1  # the last round in which it found that it had drifted
+    words: np.ndarray | None = None  # of its message, on the host
+    digest: str | None = None  # of `shared`
+    # What this process has seen of the round, if it asks the store: the decision and seconds until
+    # it, and the messages that count.
+    seen: tuple[Decision, float | None] | None = None
+    messages: list[np.ndarray] | None = None
+
+    def __post_init__(self) -> None:
+        self._first = self.round  # rounds before it are replayed if the island has drifted
+
+    @property
+    def owed_weight(self) -> float:
+        """The part of the weight of its steps that its next message still has."""
+        return self.weight if self._owes else 0.0
+
+    @property
+    def _owes(self) -> bool:
+        """Whether something of its message is still to be sent: it was late, and kept it."""
+        return not (self.counted or self.was_sent) and has_residual(self.shared)
+
+    def advance(self) -> bool:
+        """Goes on as far as it can without waiting for others. Returns whether it is done.
+
+        It raises UnreachableError if the store does not answer, or does not show what must be
+        there: this island's own message after the grace, its decision, the one before that, or a
+        message that counts and no snapshot after it. Call it again. RuntimeError: a later life of
+        this island takes part, so that this one is at an end.
+        """
+        while not self.is_done:
+            if self.message is not None:
+                self.prepare()
+                seen = lead(lambda: self.look() and self.seen)
+                if not seen:
+                    return False
+                self._absorb(*seen)
+            while (decision := lead(self.member.rounds.decided, self.round)) is not None:
+                self._absorb(decision)
+            if self._owes and not self.is_late:
+                self.message, self.is_late = self.member.begin_idle(self.shared), True
+                self.words = self.posted_at = None
+            else:
+                self.is_done = True
+        return True
+
+    def prepare(self) -> None:
+        """Computes what `look` needs of devices, in all processes."""
+        assert self.message is not None
+        if self.words is None:
+            self.words = gather(self.message.words)
+        self._digest_now()
+
+    def look(self) -> bool:
+        """The part of `advance` that is the store's alone. Returns whether the rest can go on.
+
+        The first process may call it in a thread, after `prepare` in all of them.
+        """
+        if self.message is None:
+            return True
+        self.seen = self.seen or self._await_decision()
+        if self.seen is None:
+            return False
+        self._read(self.seen[0])
+        return True
+
+    def _await_decision(self) -> tuple[Decision, float | None] | None:
+        """The decision on its message, and how long that took. It posts, unless it is late."""
+        rounds, clock = self.member.rounds, self.member.clock
+        if self.posted_at is None:
+            if (decision := rounds.decided(self.round)) is not None:
+                return decision, None
+            self._post()
+            self.posted_at, self.post_after = clock(), rounds.grace
+        waited = clock() - self.posted_at
+        decision = rounds.decide(self.round, waited - self.before_grace, self.took)
+        if decision is not None:
+            return decision, waited
+        if waited < rounds.grace or rounds.is_listed:
+            return None
+        if waited >= self.post_after:
+            self.post_after = 2 * waited + 1.0  # messages are large: a few times, and not always
+            self._post()
+        raise not_shown(rounds.store, f"the message of round {self.round} that it was given")
+
+    @property
+    def before_grace(self) -> float:
+        """Seconds before the grace begins. What is owed is sent as others' steps begin."""
+        return self.took if self.is_late else 0.0
+
+    def _post(self) -> None:
+        assert self.words is not None
+        self.member.rounds.post(
+            self.round,
+            self.words,
+            # Of too many steps, or too few after rounding: others would leave the message out.
+            weight=min(max(self.weight, WEIGHTS[0]), WEIGHTS[1]),
+            digest=self._digest_now(),
+            late=self.is_late,
+            loss=self.loss,
+        )
+
+    def _read(self, decision: Decision) -> bool:
+        """Reads the messages that count. Returns whether all are there."""
+        if self.messages is None:
+            self.messages = self.member.rounds.read(decision)
+        return self.messages is not None
+
+    def _absorb(self, decision: Decision, waited: float | None = None) -> None:
+        """Goes over to the next round. If the store fails on the way, nothing has changed."""
+        member, before, is_own = self.member, self.shared, self.message is not None
+        self._check_life(decision)
+        if not lead(self._read, decision):
+            self._jump(decision)
+            return
+        like = [np.empty(member.rounds.words, np.uint32)] * len(decision.members)
+        messages = np.stack(list(spread(self.messages or (), like)))
+        weights = None
+        if member.arithmetic.is_weighted:
+            weights = np.array([each.weight for each in decision.members], np.float32)
+        half = self.message or member.begin_idle(before)
+        after, applied = member.arithmetic.outer_step(messages, weights, half, before)
+        counts = self._counts_in(decision)
+        if not (is_own and counts):
+            after = with_own(after, member.arithmetic.owed(half, before))
+        if was_sent := self._was_sent_in(decision):
+            after = member.arithmetic.without_debts(after)
+        if decision.digest != self._digest_now() and (found := self._reload(decision, after)):
+            self._go_to(*found, counts, was_sent)
+            return
+        after = jax.tree.map(place_as, after, before)
+        self._go_to(after, decision.round + 1, counts, was_sent)
+        members = tuple(decision.lives)
+        sent = 0 if waited is None else 4 * member.rounds.words
+        told = members, counts, waited, messages.nbytes, sent, bool(applied), self._digest_now()
+        member.report(Report(decision.round, *told))
+        if is_own:
+            self._take_turn(members)
+
+    def _go_to(self, shared: Shared, round: int, counts: bool, was_sent: bool) -> None:
+        """Begins a round. Notes what became of its own message, if the last one was its round."""
+        self.shared, self.round, self.digest = shared, round, None
+        self.seen = self.messages = None
+        self.was_sent |= was_sent
+        # A former life ends as it sees that this one counts, so it can't count after that.
+        self.member.is_restored &= not (counts or was_sent)
+        if self.message is not None:
+            self.counted, self.message = counts, None
+
+    def _counts_in(self, decision: Decision) -> bool:
+        """Whether a message of this life counts."""
+        return decision.lives.get(self.member.name) == self.member.rounds.life
+
+    def _check_life(self, decision: Decision) -> None:
+        """Raises RuntimeError if a later life counts: what this one owes may be that one's, too."""
+        member = self.member
+        if decision.lives.get(member.name, "") > member.rounds.life:
+            raise RuntimeError(
+                f"a process that joined as {member.name} after this one counts in round "
+                f"{decision.round}. So this one stops, and sends nothing more: it was paused and "
+                "replaced, or two processes have one name. Give each island a name of its own, or "
+                "join again, which ends the other one"
+            )
+
+    def _was_sent_in(self, decision: Decision) -> bool:
+        """Whether a former life has sent in this round what the saved state owes."""
+        member = self.member
+        life = member.rounds.life
+        is_former = decision.lives.get(member.name, life) < life
+        # Rounds before the first were over when its state was saved.
+        if not (is_former and member.is_restored and decision.round >= self._first):
+            return False
+        warnings.warn(
+            f"a message that {member.name} sent in round {decision.round}, after its state was "
+            "saved, counted. So what the saved state owes, and had moved, is dropped: part of it "
+            "was sent",
+            stacklevel=2,
+        )
+        return True
+
+    def _reload(self, decision: Decision, after: Shared) -> tuple[Shared, int] | None:
+        """A snapshot to go back to, and its round, because this island has drifted from most."""
+        if decision.round <= self.drifted_in:
+            return None  # what differs again will go on to differ
+        found = snapshots.read_newest(self.member.rounds, after)
+        warnings.warn(
+            f"in round {decision.round} {self.member.name} began from other parameters than most: "
+            "another kind of device or another compiler, or an error of memory. It reloads "
+            f"the snapshot of round {found[1] if found else '?'}, and replays",
+            stacklevel=2,
+        )
+        self.drifted_in = decision.round
+        if found is None or found[1] > decision.round:
+            return None
+        return with_own(found[0], after.outer), found[1]
+
+    def _jump(self, decision: Decision) -> None:
+        """Goes on from a snapshot, because messages on the way are gone. Decisions are not."""
+        arithmetic, rounds = self.member.arithmetic, self.member.rounds
+        found = snapshots.read_newest(rounds, self.shared, after=self.round)
+        if found is None:
+            raise UnreachableError(
+                f"messages of round {self.round} are gone from {rounds.store}, and there is no "
+                "later snapshot: it shows an old state, or somebody deletes objects of this run"
+            )
+        shared, round = found
+        # All are read before anything changes: the store may fail at any of them.
+        passed: list[Decision] = []
+        for each in range(self.round, round):
+            if (between := lead(rounds.decided, each)) is None:
+                raise not_shown(rounds.store, f"the decision of round {each}")
+            self._check_life(between)
+            passed.append(between)
+        counts = self.message is not None and self._counts_in(decision)
+        if self.message is not None:
+            keep = arithmetic.sent if counts else arithmetic.owed
+            shared = with_own(shared, keep(self.message, self.shared))
+        if was_sent := not counts and any(map(self._was_sent_in, passed)):
+            shared = arithmetic.without_debts(shared)
+        self._go_to(shared, round, counts, was_sent)
+
+    def _take_turn(self, members: tuple[str, ...]) -> None:
+        """Has a snapshot written, if it is this island's turn."""
+        every, member = self.member.every_snapshot, self.member
+        if self.round % every or members[self.round // every % len(members)] != member.name:
+            return
+        data = snapshots.make(member.rounds, self.shared, self.round)  # in all processes
+        if is_first():
+            member.beside(functools.partial(member.rounds.keep, self.round, data))
+
+    def _digest_now(self) -> str:
+        if self.digest is None:
+            low, high = gather(self.member.arithmetic.digest(self.shared)).tolist()
+            self.digest = f"{high:08x}{low:08x}"
+        return self.digest
