@@ -147,28 +147,6 @@ def test_the_number_of_a_worker_and_rows_of_all_that_returns():
         assert rest["scale"].tolist() == [2.0] * 4
 
 
-@pytest.mark.slow
-def test_microbatches_by_a_scan_are_the_whole_batch():
-    mesh = mesh_of((4,))
-    params, batch = problem(mesh)
-    whole = jaxsparse.grad(loss_of)(params, batch)
-
-    @jax.jit
-    def accumulated(params, batch):
-        # Each microbatch has some rows of each worker's.
-        parts = jax.tree.map(lambda x: x.reshape(4, 3, 2, -1).swapaxes(0, 1), batch)
-        parts = jax.tree.map(lambda x: x.reshape(3, 8, -1), parts)
-        add = lambda total, part: (
-            jax.tree.map(jnp.add, total, jaxsparse.grad(loss_of)(params, part)),
-            None,
-        )
-        start = jax.tree.map(lambda x: jnp.zeros((4, *x.shape)), params)
-        total, _ = jax.lax.scan(add, start, parts)
-        return jax.tree.map(lambda x: x / 3, total)
-
-    chex.assert_trees_all_close(accumulated(params, batch), whole, rtol=1e-5, atol=1e-6)
-
-
 def test_a_mean_over_tokens_is_that_of_the_whole_batch():
     mask = (np.arange(24) % 7 < np.arange(24) // 6).astype(np.float32)
 

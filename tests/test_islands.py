@@ -121,16 +121,6 @@ def missed(members, states, clock):
     return exchanged(members[0], states[0], clock, by=8, seconds=20)
 
 
-def test_what_comes_late_is_sent_in_the_round_that_is_open(clock):
-    """What was delivered and what is owed add up to all that it moved."""
-    members, states = joined(reference.Memory(), NAMES[:2], clock)
-    state, exchange = missed(members, states, clock)
-    assert (exchange.counted, exchange.round) == (True, 2)
-    state = members[0].finish(state, exchange)
-    delivered = reference.decoder()(exchange.half.words)
-    np.testing.assert_array_equal(delivered + reference.residual(state), -8)
-
-
 @pytest.mark.parametrize(
     "exchange",
     [
@@ -151,23 +141,6 @@ def test_an_island_that_keeps_nothing_sends_nothing_late(exchange, clock):
     state = members[0].finish(state, exchange)
     assert state.weight == 0
     assert members[0].rounds.decided(1) is None
-
-
-def test_what_comes_late_keeps_its_weight(clock):
-    programs, store = reference.arithmetic(weighted=True), reference.Memory()
-    settings = {"programs": programs, "weighted": True}
-    members, states = joined(store, NAMES[:2], clock, **settings)
-    states = [one._replace(weight=10.0) for one in states]
-    for _ in range(2):  # bergen decides two rounds alone
-        state, exchange = exchanged(members[1], states[1], clock)
-        states[1] = members[1].finish(state, exchange)._replace(weight=10.0)
-    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
-    state = state._replace(weight=state.weight + 3.0)  # steps beside the exchange
-    exchange.advance()
-    clock.now += 40  # it began 20 before, and has so long and the grace time
-    assert exchange.advance()
-    assert [each.weight for each in members[1].rounds.decided(2).members] == [10.0]
-    assert members[0].finish(state, exchange).weight == 3.0
 
 
 @pytest.mark.parametrize(("weight", "sent"), [(1e-30, 1e-20), (1e30, 1e20)])
@@ -577,13 +550,6 @@ def test_a_run_of_other_settings_is_refused(clock):
         pytest.raises(ValueError, match="holds no snapshot of this run: its settings are"),
     ):
         other.join(reference.start())
-
-
-def test_a_state_of_another_store_is_refused(clock):
-    (state,) = joined(reference.Memory(), NAMES[:1], clock)[1]
-    elsewhere = reference.member(reference.Memory(), NAMES[0], clock)
-    with pytest.raises(ValueError, match="holds no run, but the state is of its round 0"):
-        elsewhere.join(state)
 
 
 def test_messages_that_somebody_deleted_end_in_an_error(clock):
@@ -1057,19 +1023,6 @@ def agree(told):
     return all(len(each) == 1 for each in digests.values())
 
 
-@pytest.mark.slow
-def test_a_slow_island_counts_now_and_then_and_stops_nobody():
-    times = {"amsterdam": 1.0, "bergen": 1.0, "cork": 3.0}
-    told = simulated(step_seconds=times, seconds=400.0)
-    fast, slow = told["amsterdam"], told["cork"]
-    # It waits for a poll in each round, and gives the slow one three chances of the grace time.
-    late = sum("cork" in report.members for report in fast.rounds)
-    chances = [n for n in (1, 4, 16, 64) if n <= late]
-    assert fast.steps >= 400 - 0.5 * len(fast.rounds) - 10 - 4 * len(chances)
-    assert slow.counted >= slow.steps - 15
-    assert all(len(report.members) > 1 for report in fast.rounds)  # it never decides alone
-
-
 def test_a_slow_island_that_is_late_makes_nobody_slow_however_long_the_grace_is():
     """A chance lasts as long as a round's steps. In 12 s it would come, and make all slow."""
     times = {"amsterdam": 1.0, "bergen": 1.0, "cork": 3.0}
@@ -1486,16 +1439,6 @@ def test_a_snapshot_that_came_back_has_nobody_list_all_rounds(clock):
     asked = [folder for folder in listed if folder in [f"messages/{r:08d}" for r in range(30)]]
     assert asked == [f"messages/{r:08d}" for r in range(29, 23, -1)]
     assert not any(store.names(f"messages/{r:08d}") for r in range(30))
-
-
-def test_a_first_snapshot_that_the_store_has_lost_is_missed():
-    link = reference.Link(reference.Memory())
-    link.fault = "loses"
-    one = reference.member(link, NAMES[0], Clock())
-    with pytest.raises(UnreachableError, match="does not show the snapshot of round 0"):
-        one.join(reference.start())
-    link.mend()
-    assert one.join(reference.start()).round == 0
 
 
 def test_whoever_joins_asks_a_store_that_shows_nothing_less_and_less_often():

@@ -21,7 +21,6 @@ from workers import mesh, rows, some
 
 import jaxsparse
 from jaxsparse import LocalSteps, PerWorker, Stages, outer, reshard
-from jaxsparse.outer.parallel import run_on_workers
 
 # Three layers, and a leaf without a layer, which is in fragment 0 of streaming.
 SHAPES = {"embedding": (5, 3), "layers": [(7, 2), (4,), (3, 3)]}
@@ -130,80 +129,6 @@ def test_outer_optimizers_are_those_of_numpy(place, name):
     np.testing.assert_allclose(own, expected_own, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(state.worker[1].value, [7] * workers)
     assert int(state.skipped) == 0
-
-
-def regress(tx):
-    """A step of linear regression with any optimizer; state is (params, opt_state)."""
-
-    def step(state, batch):
-        params, opt_state = state
-        loss = lambda w: jnp.mean((batch[:, :8] @ w - batch[:, 8:]) ** 2)
-        value, gradient = jax.value_and_grad(loss)(params)
-        updates, opt_state = tx.update(gradient, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    return step
-
-
-BATCHES = np.random.default_rng(3).normal(size=(6, 12, 9)).astype(np.float32)
-
-
-def test_one_step_of_sgd_and_the_plain_mean_is_data_parallel_sgd():
-    train = LocalSteps(regress(optax.sgd(0.1)), *MEAN, mesh(3))
-    w = jnp.ones((8, 1))
-    state = train.init((w, optax.sgd(0.1).init(w)))
-    tx = optax.chain(jaxsparse.dense(), optax.sgd(0.1))
-    run_step = run_on_workers(lambda s, b: (regress(tx)(s, b)[0], jnp.float32(0)), mesh(3))
-    dense = jaxsparse.shard((w, tx.init(w)), mesh(3))
-    for t, batch in enumerate(BATCHES):
-        state, _ = train(state, batch, t)
-        dense, _ = run_step(dense, batch)
-        np.testing.assert_allclose(state.params, dense[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_plain_mean_is_local_sgd_and_one_worker_is_left_alone():
-    """FedAvg. With W = 1 an outer step changes nothing but rounding. Inner momenta go on."""
-    inner = optax.sgd(0.1, momentum=0.9)
-    step, w = regress(inner), jnp.ones((8, 1))
-    train = LocalSteps(step, *MEAN, 3, every=3)
-    alone = LocalSteps(step, *MEAN, 1, every=3)
-    state, single = (one.init((w, inner.init(w))) for one in (train, alone))
-    own, expected = [(w, inner.init(w))] * 3, (w, inner.init(w))
-    for t, batch in enumerate(BATCHES):
-        state, _ = train(state, batch, t)
-        single, _ = alone(single, batch, t)
-        own = [step(s, part)[0] for s, part in zip(own, np.split(batch, 3))]
-        expected = step(expected, batch)[0]
-        if (t + 1) % 3 == 0:
-            mean = sum(s[0] for s in own) / 3
-            own = [(mean, s[1]) for s in own]
-            np.testing.assert_allclose(state.params, mean, rtol=1e-5, atol=1e-6)
-    momenta = state.worker[1][0].trace.value
-    np.testing.assert_allclose(momenta, [s[1][0].trace for s in own], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(single.params, expected[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_step_of_adam_is_an_adam_of_each_worker_before_the_exchange():
-    """H = 1 with Adam's step inside and `per_worker` before the exchange are the same training."""
-    exchange = jaxsparse.top_k(0.25, is_dense=lambda *_: False)
-    with jax.numpy_dtype_promotion("standard"):
-        # With a small eps the first updates are all equal, and rounding decides what is sent.
-        inner, w = optax.adam(0.1, eps=0.5), jnp.ones((8, 1))
-        train = LocalSteps(regress(inner), exchange, optax.sgd(1.0), 3)
-        state = train.init((w, inner.init(w)))
-        tx = optax.chain(
-            jaxsparse.per_worker(optax.scale_by_adam(eps=0.5)),
-            exchange,
-            optax.scale_by_learning_rate(0.1),
-        )
-        step = run_on_workers(lambda s, b: regress(tx)(s, b)[0], 3)
-        other = jaxsparse.shard((w, tx.init(w)), 3)
-        for t, batch in enumerate(BATCHES):
-            state, _ = train(state, batch, t)
-            other = step(other, batch)
-            np.testing.assert_allclose(state.params, other[0], rtol=1e-4, atol=1e-5)
 
 
 SPARSE = [
@@ -630,17 +555,6 @@ def test_where_a_jitted_step_stood(way):
             own = (state.worker["step"].value, state.worker["w"].value, shown["norm"])
             assert {x.sharding.shard_shape(x.shape)[0] for x in own} == {1}
     np.testing.assert_allclose(state.worker["w"].value, w, rtol=1e-4, atol=1e-5)
-
-
-def test_a_broken_worker_does_not_hold_up_the_end():
-    """The moves of the others are in the result. Without `finish`, the next outer step has them."""
-    tree = moves(5, 3)
-    tree["embedding"][4, 1, 0, 0] = np.nan
-    _, _, state = run(LocalSteps(walk, *MEAN, 3, every=4), tree)
-    steps = as_vectors(tree)
-    expected = flat(START) - steps[:4].sum(0).mean(0) - steps[4, [0, 2]].sum(0) / 3
-    np.testing.assert_allclose(flat(state.params), expected, rtol=1e-4, atol=1e-5)
-    assert int(state.skipped) == 1
 
 
 DELAYED = [

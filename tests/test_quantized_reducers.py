@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from published_traffic import quantized_all_reduce_traffic
-from reference_formats import all_reduced
+from reference_formats import all_reduced, rounded
 from workers import feedback_loop, on_workers, rows, some
 
 from jaxsparse import traffic
@@ -50,6 +50,7 @@ SIGN = sign(8)
 RULES = {
     SIGN: functools.partial(signs, group_size=8),
     QSGD(4, 8): functools.partial(nearest, bits=4, group_size=8),
+    Format("ternary", 8): lambda x: rounded(x, "ternary", 8, "bfloat16")[0],
 }
 
 
@@ -82,7 +83,7 @@ SIGN16 = sign(16)
     ("workers", "way", "size"),
     rows([(3, "shard_map", 61)], [(1, "vmap", 61), (5, "vmap", 2), (8, "shard_map_unchecked", 80)]),
 )
-@pytest.mark.parametrize("quantizer", some(RULES, [QSGD(4, 8)]), ids=str)
+@pytest.mark.parametrize("quantizer", some(RULES, [QSGD(4, 8), Format("ternary", 8)]), ids=str)
 def test_all_reduce_equals_its_description(quantizer, workers, way, size):
     for seed in range(3):
         x = normal((workers, size), seed)

@@ -242,20 +242,6 @@ def test_per_worker_outputs_come_back_stacked(where):
     np.testing.assert_array_equal(out["mean"], 2.5)
 
 
-@pytest.mark.slow
-def test_gradients_at_replicated_parameters_would_be_summed_by_jax():
-    # If this fails, `local` is no longer needed.
-    def body(params, x):
-        gradient = jax.grad(lambda p: (p * x).sum())
-        return gradient(params), gradient(local(params))[None]
-
-    specs_out = (P(), P("data"))
-    run = jax.shard_map(body, mesh=mesh(3), in_specs=(P(), P("data")), out_specs=specs_out)
-    summed, own = run(jnp.float32(1), jnp.array([1.0, 2.0, 4.0]))
-    assert summed == 7
-    np.testing.assert_array_equal(own, [1, 2, 4])
-
-
 @pytest.mark.parametrize("where", [3, "mesh"])
 def test_gradients_are_local_and_a_loss_may_be_averaged_before(where):
     def step(p, x):

@@ -23,13 +23,6 @@ def magnitudes(x):
     return np.abs(np.asarray(x).astype(np.float32))
 
 
-def energy_share(x, values):
-    """The energy of a row of values over that of as many largest of x, averaged over rows."""
-    square = np.sort(np.square(magnitudes(x).astype(np.float64)))
-    kept = np.sum(np.square(magnitudes(values).astype(np.float64)), axis=-1)
-    return np.mean(kept) / np.sum(square[-values.shape[-1] :])
-
-
 def seeds(number, first=0):
     return jnp.arange(first, first + number, dtype=jnp.uint32)
 
@@ -176,20 +169,6 @@ def test_no_arrangement_of_heavy_elements_meets_itself():
         kept = np.mean(np.sum(np.asarray(values) == 1, axis=1)) / len(np.unique(heavy))
         expected = (1 - (1 - 1 / m) ** n) * m / n
         assert kept > expected - 0.05, stride
-
-
-@pytest.mark.slow
-def test_energy_kept():
-    size, m = 2**18, 2**18 // 100
-    x = cubed(size)
-    square = np.sort(np.square(magnitudes(x).astype(np.float64)))[::-1]
-    share = energy_share(x, over_seeds(m)(x, seeds(20)).values)
-    expected = np.sum(square * (1 - 1 / m) ** np.arange(size)) / np.sum(square[:m])
-    assert share > 0.84
-    assert abs(share - expected) < 0.01
-    threshold = np.sort(magnitudes(x))[-m]
-    values = [hash_extract(x, threshold, m, seed=seed).values for seed in range(20)]
-    assert 0.6 < energy_share(x, np.stack(values)) < 0.66
 
 
 @pytest.mark.parametrize(
