@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import itertools
-from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,6 @@ import pytest
 import reference_chunks as chunks
 import reference_local_steps as reference
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec as P
 from workers import mesh, rows, some
 
@@ -372,42 +369,23 @@ def test_stages_exchange_at_their_bounds():
     assert [n for n in range(20) if train.due(n) is not None] == [1, 2, 3, 4, 5, 8, 10, 14, 18]
 
 
-def test_a_broken_worker_goes_back_and_the_others_keep_their_steps():
-    """In step 1, worker 1's parameters and its other state, an array of floats, break."""
+def test_other_state_of_a_broken_worker_loses_what_is_not_finite():
+    """Its parameters go back, as in random programs. Here it has an array of floats besides."""
 
     def step(state, move):
         params, memory = state
-        params = jax.tree.map(lambda x, m: x - m[0], params, move)
-        return (params, memory + move["embedding"][0]), ()
+        return (params - move, memory + move), ()
 
-    tree = moves(7, 3)
-    tree["embedding"][1, 1, 0, 0] = np.nan
-    start = (START, np.zeros(SHAPES["embedding"], np.float32))
+    moved = np.ones((3, 3, 4), np.float32)
+    moved[1, 1, 0] = np.nan
     train = LocalSteps(step, *diloco(), mesh(3), every=3)
-    state = train.init(jax.tree.map(jnp.asarray, start))
-    states = []
-    for t in range(7):
-        state, _ = train(state, at(tree, t), t)
-        states.append(jax.device_get(state))
-    after, last = states[2], states[-1]
-    np.testing.assert_array_equal(flat(after.params), flat(START))  # this exchange has no effect
-    assert int(after.skipped) == int(last.skipped) == 1
-    own = np.concatenate(
-        [x.value.reshape(3, -1) for x in jax.tree.leaves(after.worker[0], is_leaf=is_marked)], 1
-    )
-    steps = as_vectors(tree)
-    np.testing.assert_array_equal(own[1], flat(START))
-    np.testing.assert_allclose(own[0], flat(START) - steps[:3, 0].sum(0), rtol=1e-4, atol=1e-5)
-    memory = after.worker[1].value
-    assert memory[1, 0, 0] == 0
-    assert np.all(memory[1, 0, 1:] != 0)
-    # The next outer step has all moves of the other workers, and the momentum starts with it.
-    moved = steps[:6].sum(0)
-    moved[1] = steps[3:6, 1].sum(0)
-    mean = moved.mean(0)
-    np.testing.assert_allclose(
-        flat(last.params), flat(START) - 0.7 * 1.9 * mean, rtol=1e-4, atol=1e-4
-    )
+    state = train.init((jnp.zeros(4), jnp.zeros(4)))
+    for t in range(3):
+        state, _ = train(state, jnp.asarray(moved[t]).reshape(-1), t)
+    assert int(state.skipped) == 1
+    np.testing.assert_array_equal(state.params, np.zeros(4))
+    np.testing.assert_array_equal(state.worker[0].value, [[-3] * 4, [0] * 4, [-3] * 4])
+    np.testing.assert_array_equal(state.worker[1].value, [[3] * 4, [0, 3, 3, 3], [3] * 4])
 
 
 @pytest.mark.parametrize(
@@ -871,31 +849,6 @@ def test_another_number_of_workers_goes_on_from_the_mean(streaming):
 FEATURES = np.random.default_rng(5).normal(size=(12, 8)).astype(np.float32)
 
 
-def linen_with_statistics():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4)(nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)))
-
-    class State(TrainState):
-        batch_stats: Any
-
-    model = Model()
-    start = model.init(jax.random.key(0), FEATURES)
-    state = State.create(apply_fn=model.apply, tx=optax.adam(0.1), **start)
-
-    def step(state, x):
-        def loss(params):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            y, new = state.apply_fn(variables, x, mutable=["batch_stats"])
-            return jnp.mean(jnp.square(y - 1)), new
-
-        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads).replace(**new), value
-
-    return state, step, {"average": lambda state: state.batch_stats}
-
-
 def nnx_with_statistics():
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(
@@ -931,7 +884,7 @@ def low_rank_adapters():
     return (params, tx.init(trained(params))), step, {"params": lambda state: trained(state[0])}
 
 
-KINDS = [linen_with_statistics, nnx_with_statistics, low_rank_adapters]
+KINDS = [nnx_with_statistics, low_rank_adapters]
 
 
 @pytest.mark.slow

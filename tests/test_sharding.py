@@ -1,4 +1,4 @@
-"""Functions that a trainer needs: one pair for Optax, linen and nnx states, on every mesh."""
+"""Functions that a trainer needs: one pair for all states, on every mesh."""
 
 import functools
 
@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from workers import mesh
 
@@ -31,26 +30,6 @@ def transformation():
 
 def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2)(nn.relu(nn.Dense(64)(x)))
-
-
-def linen_state():
-    model = Linen()
-    params = model.init(jax.random.key(0), FEATURES[:1])["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=transformation())
-
-
-def linen_step(state, x, y):
-    def loss(params):
-        return cross_entropy(state.apply_fn({"params": params}, x), y)
-
-    value, gradient = jax.value_and_grad(loss)(local(state.params))
-    return state.apply_gradients(grads=gradient), jax.lax.pmean(value, "data")
 
 
 class Nnx(nnx.Module):
@@ -82,13 +61,6 @@ def nnx_step(graphdef):
     return step
 
 
-def setup(framework):
-    if framework == "linen":
-        return linen_step, linen_state()
-    graphdef, state = nnx_state()
-    return nnx_step(graphdef), state
-
-
 RUNS_ON = {
     "auto": lambda: mesh(3),
     "explicit": lambda: mesh(3, AxisType.Explicit),
@@ -97,8 +69,9 @@ RUNS_ON = {
 
 
 @functools.cache
-def train(framework, where):
-    step, state = setup(framework)
+def train(where):
+    graphdef, state = nnx_state()
+    step = nnx_step(graphdef)
     devices = RUNS_ON[where]()
     state = shard(state, devices)
     run = run_on_workers(step, devices, batch_argnums=(1, 2))
@@ -110,12 +83,9 @@ def train(framework, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("framework", "where"),
-    [("linen", "auto"), ("linen", "explicit"), ("nnx", "auto"), ("nnx", "simulated")],
-)
-def test_a_trainer_learns(framework, where):
-    losses, state = train(framework, where)
+@pytest.mark.parametrize("where", RUNS_ON)
+def test_a_trainer_learns(where):
+    losses, state = train(where)
     assert losses[-1] < losses[0] - 0.1
     values = {
         jax.tree_util.keystr(path): leaf
@@ -130,7 +100,7 @@ def test_a_trainer_learns(framework, where):
             assert leaf.sharding.is_equivalent_to(
                 jax.sharding.NamedSharding(RUNS_ON[where](), expected), leaf.ndim
             ), path
-    np.testing.assert_allclose(losses, train(framework, "auto")[0], rtol=1e-5)
+    np.testing.assert_allclose(losses, train("auto")[0], rtol=1e-5)
 
 
 def test_specs_find_per_worker_arrays_by_type_and_by_path():

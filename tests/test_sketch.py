@@ -132,6 +132,12 @@ def test_fresh_seeds_and_signed_seeds_need_no_new_trace():
     assert traces == 1
     assert len({table.tobytes() for table in tables}) == 3
     np.testing.assert_array_equal(step(x, jnp.int32(2)), tables[2])
+    fresh, static = SketchSpec(3, 50), SketchSpec(3, 50, seed=2)
+    decoded = sketch.decode(tables[2], fresh, 100, seed=jnp.uint32(2))
+    np.testing.assert_array_equal(decoded, sketch.decode(tables[2], static, 100))
+    found = sketch.heavy_hitters(tables[2], fresh, 100, 9, seed=jnp.uint32(2))
+    expected = sketch.heavy_hitters(tables[2], static, 100, 9)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 # --- statistics ---

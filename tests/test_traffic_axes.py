@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -233,20 +234,16 @@ def test_what_cannot_be_read_is_refused(groups, problem):
 # --- literal programs ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shell", ["sugar", "wrapped"])
-def test_asynchronous_pairs(shell):
+def test_a_wrapped_computation_that_is_asynchronous():
     groups = "channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}"
     pair = "((f32[16]{0}), f32[32]{0})"
-    if shell == "sugar":
-        before, start, done = "", f"all-gather-start(%x), {groups}", "all-gather-done(%s)"
-    else:
-        before = f"""
+    before = f"""
 %wrapped (p: f32[16]) -> f32[32] {{
   %p = f32[16]{{0}} parameter(0)
   ROOT %ag = f32[32]{{0}} all-gather(%p), {groups}
 }}
 """
-        start, done = "async-start(%x), calls=%wrapped", "async-done(%s), calls=%wrapped"
+    start, done = "async-start(%x), calls=%wrapped", "async-done(%s), calls=%wrapped"
     other = f"%other = {pair} opt-barrier(%s)"
     body = (f"%s = {pair} {start}", other, f"ROOT %d = f32[32]{{0}} {done}")
     (only,) = wire_bytes(hlo(*body, before=before), mesh=CUBE).collectives
@@ -317,8 +314,12 @@ def test_each_axis_counts_its_own_dearest_branch():
 
 
 def test_crossing_lists_all_branches_and_loops_without_end():
-    with pytest.raises(ValueError, match="is not known"):
+    with pytest.raises(ValueError, match=r"while 'w'.*is not known"):
         wire_bytes(loop(""), mesh=CUBE)
+    silent = re.sub("all-(gather|reduce)", "custom-call", loop(""))
+    assert wire_bytes(silent) == WireBytes()
+    escaped = ', backend_config="{\\"known_trip_count\\":{\\"n\\":\\"3\\"}}"'
+    assert wire_bytes(loop(escaped), mesh=CUBE).across("hosts").received == 3 * 64 + 112
     over_hosts = crossing(loop(""), axis_name="hosts", mesh=CUBE)
     assert [each.name for each in over_hosts] == ["b", "few", "o"]
     assert [each.count for each in over_hosts] == [1, 1, 1]
