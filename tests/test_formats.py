@@ -397,7 +397,6 @@ ERRORS = {
         r"Format\(name='int8'.*rounds without one: pass key=None",
     ),
     "rounding": (lambda: Quantized(Format()), "is deterministic: use 'nearest'"),
-    "seed": (lambda: Quantized(seed=-1), "seed=-1 must be in"),
 }
 
 

@@ -411,20 +411,6 @@ def test_products_of_experts_run_beside_inner_axes():
         np.testing.assert_allclose(found[worker], own, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow
-def test_a_convolution_and_keys_of_ones_own_run_beside_inner_axes_without_a_mesh_in_context():
-    def loss(kernel, x):
-        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
-        kept = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
-        return jnp.mean(jax.lax.conv_general_dilated(kept, kernel, (1, 1), "SAME") ** 2)
-
-    kernel, x = jnp.ones((3, 2, 3, 3)), jnp.arange(200.0).reshape(4, 2, 5, 5) / 100
-    found = jax.jit(jaxsparse.grad(loss, mesh=mesh_of((2, 2))))(kernel, x)
-    simulated = jax.jit(jaxsparse.grad(loss, workers=2))(kernel, x)
-    np.testing.assert_allclose(found, simulated, rtol=1e-5)
-    assert np.abs(found[0] - found[1]).max() > 1
-
-
 def test_what_a_watched_step_sends_besides_is_warned_of_once():
     """Moments cut over the workers: what follows from them is gathered."""
     where = mesh_of((2,))

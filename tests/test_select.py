@@ -11,7 +11,6 @@ import pytest
 from workers import mesh, on_workers, rows, some
 
 from jaxsparse import select, sketch
-from jaxsparse.arrays import stream
 from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.select.compaction import compact_ranked, compact_rows
 
@@ -27,11 +26,6 @@ def test_top_k_is_exact(size, dtype):
         np.testing.assert_array_equal(kept.values, x[order])
         assert kept.values.dtype == dtype
         assert kept.indices.dtype == jnp.int32
-
-
-def test_to_dense_adds_duplicates_and_drops_the_sentinel():
-    s = stream.SparseStream(jnp.array([3, 0, 3, 5, 5]), jnp.array([1.0, 2.0, 4.0, 8.0, 16.0]))
-    np.testing.assert_array_equal(stream.to_dense(s, 5), [2, 0, 0, 5, 0])
 
 
 def test_a_matrix_is_refused():

@@ -1,7 +1,5 @@
 """Functions that a trainer needs: one pair for all states, on every mesh."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,8 +15,6 @@ from jaxsparse import PerWorker, local, shard, specs
 from jaxsparse.outer.parallel import run_on_workers
 
 P = PartitionSpec
-FEATURES = np.random.default_rng(0).normal(size=(24, 8)).astype(np.float32)
-LABELS = (FEATURES[:, 0] > 0).astype(np.int32)
 
 
 def transformation():
@@ -26,10 +22,6 @@ def transformation():
         jaxsparse.sketched_sgd(k=40, cols=60, momentum=0.9, is_dense=lambda p, s: len(s) < 2),
         optax.sgd(0.05),
     )
-
-
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 class Nnx(nnx.Module):
@@ -44,63 +36,6 @@ class Nnx(nnx.Module):
 def nnx_state():
     model = Nnx(nnx.Rngs(0))
     return nnx.split((model, nnx.Optimizer(model, transformation(), wrt=nnx.Param)))
-
-
-def nnx_step(graphdef):
-    def step(state, x, y):
-        model, optimizer = nnx.merge(graphdef, state)
-
-        def loss(params):
-            return cross_entropy(nnx.merge(structure, params)(x), y)
-
-        structure, params = nnx.split(model)
-        value, gradient = jax.value_and_grad(loss)(local(params))
-        optimizer.update(model, gradient)
-        return nnx.state((model, optimizer)), jax.lax.pmean(value, "data")
-
-    return step
-
-
-RUNS_ON = {
-    "auto": lambda: mesh(3),
-    "explicit": lambda: mesh(3, AxisType.Explicit),
-    "simulated": lambda: 3,
-}
-
-
-@functools.cache
-def train(where):
-    graphdef, state = nnx_state()
-    step = nnx_step(graphdef)
-    devices = RUNS_ON[where]()
-    state = shard(state, devices)
-    run = run_on_workers(step, devices, batch_argnums=(1, 2))
-    losses = []
-    for _ in range(6):
-        state, loss = run(state, FEATURES, LABELS)
-        losses.append(float(loss))
-    return losses, state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", RUNS_ON)
-def test_a_trainer_learns(where):
-    losses, state = train(where)
-    assert losses[-1] < losses[0] - 0.1
-    values = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
-    }
-    residual = next(leaf for path, leaf in values.items() if "residual" in path)
-    assert residual.shape in ((3, 8, 64), (3, 64, 2))
-    assert np.any(np.asarray(residual)[0] != np.asarray(residual)[1])
-    if where != "simulated":
-        for path, leaf in values.items():
-            expected = P("data") if "per_worker" in path else P()
-            assert leaf.sharding.is_equivalent_to(
-                jax.sharding.NamedSharding(RUNS_ON[where](), expected), leaf.ndim
-            ), path
-    np.testing.assert_allclose(losses, train("auto")[0], rtol=1e-5)
 
 
 def test_specs_find_per_worker_arrays_by_type_and_by_path():

@@ -15,7 +15,6 @@ from jaxsparse.arrays.hashing import permute
 from jaxsparse.select.fast import Values, streaming_top_k
 from jaxsparse.sketch import SketchSpec, tiles
 from jaxsparse.sketch.heavy import mix_in_random
-from jaxsparse.systems import SketchedSGD
 
 # Sizes and specs. They cover one element, fewer elements than a tile and than cols, whole tiles and
 # not, cols that are odd, prime or beyond the longest tile, even rows, and more rows than one hash
@@ -422,24 +421,6 @@ def test_places_left_go_to_light_coordinates_and_only_then_to_missed_heavy_ones(
     assert added <= light_drawn if len(light_drawn) >= k // 2 else added > light_drawn
 
 
-@pytest.mark.slow
-def test_heavymix_draws_the_rest_uniformly():
-    size, k, spec = 400, 40, SketchSpec(5, 400)
-    x = np.zeros(size, np.float32)
-    x[100:110] = 5
-    table = sketch.encode(jnp.asarray(x), spec)
-    heavy = set(np.flatnonzero(np.abs(np.asarray(sketch.decode(table, spec, size))) > 1).tolist())
-    assert heavy == set(range(100, 110))
-    keys = jax.random.split(jax.random.key(1), 3000)
-    draw = lambda key: sketch.heavy_hitters(table, spec, size, k, rule="heavymix", key=key)[0]
-    counts = np.bincount(np.asarray(jax.jit(jax.vmap(draw))(keys)).ravel(), minlength=size)
-    assert np.all(counts[100:110] == len(keys))
-    light = np.delete(counts, np.arange(100, 110))
-    p = (k - 10) / (size - 10)
-    chi_squared = np.sum((light - len(keys) * p) ** 2) / (len(keys) * p * (1 - p))
-    assert abs(chi_squared - len(light)) < 5 * np.sqrt(2 * len(light))
-
-
 @functools.partial(jax.jit, static_argnames=("spec", "k", "rule"))
 def shares_delivered(x, spec, k, rule):
     """The share of the squared norm at the coordinates chosen, for each seed."""
@@ -451,22 +432,6 @@ def shares_delivered(x, spec, k, rule):
         return jnp.sum(jnp.square(x[chosen])) / jnp.sum(jnp.square(x))
 
     return jax.lax.map(one, SEEDS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compression", some([2, 10, 100, 900], [10, 900]))
-def test_noise_seldom_passes_heavymix_at_the_default_sizes(compression):
-    """With as many columns as coordinates, 6 k of 200,000 normal values pass at 10x."""
-    x = jax.random.normal(jax.random.key(0), (200_000,))
-    reducer = SketchedSGD(compression, selection="heavymix")
-    k, cols = reducer.sized(x.size)
-    spec = SketchSpec(reducer.used_rows, cols)
-    passed = jnp.abs(sketch.decode(sketch.encode(x, spec), spec, x.size))
-    passing = int(jnp.sum(passed >= jnp.linalg.norm(x) / k**0.5))
-    assert passing < k
-    few = SketchSpec(reducer.used_rows, k)
-    many = jnp.abs(sketch.decode(sketch.encode(x, few), few, x.size))
-    assert int(jnp.sum(many >= jnp.linalg.norm(x) / k**0.5)) > k
 
 
 @pytest.mark.slow

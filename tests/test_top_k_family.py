@@ -217,8 +217,6 @@ def test_settings_are_checked():
         GTopK(0.1, residuals="partial")
     with pytest.raises(ValueError, match="selection='slow' is unknown"):
         GTopK(0.1, selection="slow")
-    with pytest.raises(ValueError, match=r"density=0 must lie in \(0, 1\]"):
-        GTopK(0)
 
 
 def noise(workers, steps, size, scale=lambda step: 1.0):
