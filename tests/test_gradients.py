@@ -168,45 +168,31 @@ def test_a_mean_over_tokens_is_that_of_the_whole_batch():
     np.testing.assert_allclose(grads["w"].mean(0), gradient["w"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("convolves", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=str)
-def test_models_keep_their_constraints_and_convolutions(shape):
-    """Code for `jax.jit` names the axis of the workers; XLA takes convolutions under shard_map."""
+def test_models_keep_their_constraints_and_convolutions(shape, convolves):
+    """Code for `jax.jit` names the axis of the workers; XLA takes convolutions under shard_map.
+
+    Flax makes constraints of logical names, and whenever it finds a mesh in context.
+    """
     mesh = mesh_of(shape)
     params, batch = problem(mesh)
-    axes = mesh.axis_names if len(shape) > 1 else "data"
+    spec = P(mesh.axis_names)
 
-    def loss(params, batch, constrain=True):
-        x, y = batch
-        hidden = jnp.tanh(x @ params["w"])
-        if constrain:
-            hidden = jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, P(axes)))
-        kernel = params["v"][:3, :1, None]
-        moved = jax.lax.conv_general_dilated(
-            hidden[:, :, None], kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
-        )
-        return jnp.mean((moved[..., 0] @ params["v"] - y) ** 2)
-
-    grads = jax.jit(jaxsparse.grad(loss))(params, batch)
-    wanted = jax.jit(jax.grad(functools.partial(loss, constrain=False)))(*problem())
-    chex.assert_trees_all_close(
-        jax.tree.map(lambda x: x.mean(0), jax.device_get(grads)), wanted, rtol=1e-4, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=str)
-def test_constraints_of_the_mesh_in_context(shape):
-    """Flax makes these of logical names, and whenever it finds a mesh in context."""
-    mesh = mesh_of(shape)
-    params, batch = problem(mesh)
-
-    def loss(params, batch):
-        is_seen = not jax.sharding.get_abstract_mesh().empty
+    def loss(params, batch, constrains=True):
         hidden = jnp.tanh(batch[0] @ params["w"])
-        if is_seen:
-            hidden = jax.lax.with_sharding_constraint(hidden, P(mesh.axis_names))
+        is_seen = not jax.sharding.get_abstract_mesh().empty
+        if constrains and (convolves or is_seen):
+            sharding = NamedSharding(mesh, spec) if convolves else spec
+            hidden = jax.lax.with_sharding_constraint(hidden, sharding)
+        if convolves:
+            layout, kernel = ("NHC", "HIO", "NHC"), params["v"][:3, :1, None]
+            hidden = jax.lax.conv_general_dilated(
+                hidden[..., None], kernel, (1,), "SAME", dimension_numbers=layout
+            )[..., 0]
         return jnp.mean((hidden @ params["v"] - batch[1]) ** 2)
 
-    wanted = jax.jit(jax.grad(loss))(*problem())
+    wanted = jax.jit(jax.grad(functools.partial(loss, constrains=False)))(*problem())
     for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
         with context:
             grads = jax.jit(jaxsparse.grad(loss))(params, batch)

@@ -42,29 +42,14 @@ def positions(mask, capacity):
     return np.pad(taken, (0, capacity - len(taken)), constant_values=len(mask))
 
 
-@pytest.mark.parametrize("size", some([0, 1, 32, 33, 1025, 5003], [5003]))
+@pytest.mark.parametrize("size", some([0, 1, 32, 33, 1025, 5003, 2**18 + 77], [5003]))
 def test_compact_is_nonzero(size):
-    for capacity in sorted({0, 1, size // 2, size, size + 3}):
-        for share in (0.0, 0.02, 0.5, 1.0):
+    for capacity in sorted({0, 1, size // 50, size // 2, size, size + 3}):
+        for share in (0.0, 1e-3, 0.02, 0.5, 1.0):
             mask = np.random.default_rng(size).uniform(size=size) < share
             found = select.compact(jnp.asarray(mask), capacity)
             np.testing.assert_array_equal(found, positions(mask, capacity))
             assert found.dtype == jnp.int32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", some(range(3), [0]))
-@pytest.mark.parametrize("share", [1e-4, 0.01, 0.3])
-def test_compact_of_many_blocks(share, seed):
-    """Capacities that hold everything and that don't, and blocks without any element."""
-    size = 2**18 + 77
-    rng = np.random.default_rng(seed)
-    mask = rng.uniform(size=size) < share
-    mask[50_000:120_000] = False
-    mask[200_000:203_000] = True
-    for capacity in (1000, 10_000, 100_000):
-        found = select.compact(jnp.asarray(mask), capacity)
-        np.testing.assert_array_equal(found, positions(mask, capacity))
 
 
 def test_every_single_position_is_found():
@@ -342,10 +327,6 @@ def test_group_arguments_are_checked():
         select.group_top_k(x, 1, 0)
     with pytest.raises(ValueError, match="k=5 must lie between 1 and group_size=4"):
         select.group_top_k(x, 5, 4)
-    with pytest.raises(ValueError, match="k=0 must lie between"):
-        select.group_top_k(x, 0, 4)
-    with pytest.raises(ValueError, match=r"k=1.5 must be an int"):
-        select.group_top_k(x, 1.5, 4)
     with pytest.raises(ValueError, match=r"x has shape \(2, 5\).*x.ravel\(\)"):
         select.group_top_k(x.reshape(2, 5), 1, 4)
 
