@@ -25,7 +25,7 @@ from recorders import record
 from workers import by_step, feedback_loop, finished, mesh, some
 
 import jaxsparse
-from jaxsparse import PerWorker, error_feedback, shard
+from jaxsparse import error_feedback, shard
 from jaxsparse.reducers.matrices import MatrixReducer
 
 
@@ -158,15 +158,6 @@ def test_a_non_finite_gradient_on_one_worker_skips_the_step_on_all(name):
         jax.tree.map(np.testing.assert_array_equal, (after[0], feedback), (before[0], expected))
     healthy = run(after, jnp.arange(1.0, 7.0))
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (healthy[0], after[0]))))
-
-
-@few_representatives("dense", "sketched_sgd", "powersgd")
-def test_init_marks_what_differs_between_workers(name):
-    _, (_, state) = _step_and_state(name)
-    assert state[0].residual
-    for leaf in state[0].residual.values():
-        assert isinstance(leaf, PerWorker)
-        assert leaf.value.shape[0] == 1
 
 
 @reducers
