@@ -180,26 +180,19 @@ def test_parameters_that_drifted_stay_where_there_is_no_snapshot(clock):
     np.testing.assert_array_equal(states[1].params["w"], states[0].params["w"] + 1)
 
 
-def test_an_island_that_is_not_finite_sends_nothing_and_starts_anew(clock):
+@pytest.mark.parametrize(("far", "move"), [(0.0, np.nan), (3e38, -3e38)])
+def test_an_island_that_is_not_finite_sends_nothing_and_starts_anew(far, move, clock):
+    """Nor where both ends are finite, but not what lies between: nobody would count a message."""
     store = reference.Memory()
     (one,), (state,) = joined(store, NAMES[:1], clock)
-    with pytest.warns(UserWarning, match="amsterdam are not finite in round 0"):
-        state, exchange = one.begin(reference.moved(state, [np.nan] * 6))
-    assert exchange is None
-    assert (state.steps, state.weight) == (0, 0.0)
-    assert not store.names("messages/00000000")
-    np.testing.assert_array_equal(state.worker[0]["w"], 0)
-
-
-def test_a_move_beyond_float32_is_not_sent(clock):
-    """Both ends are finite, but what lies between is not: nobody would count such a message."""
-    (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock)
-    far = jax.tree.map(lambda x: x + 3e38, state.params)
-    state = reference.moved(state._replace(params=far), [-3e38] * 6)
+    params = jax.tree.map(lambda x: x + far, state.params)
+    state = reference.moved(state._replace(params=params), [move] * 6)
     with pytest.warns(UserWarning, match="amsterdam are not finite in round 0, or moved too far"):
         state, exchange = one.begin(state)
     assert exchange is None
-    np.testing.assert_array_equal(state.worker[0]["w"], far["w"])
+    assert (state.steps, state.weight) == (0, 0.0)
+    assert not store.names("messages/00000000")
+    np.testing.assert_array_equal(state.worker[0]["w"], params["w"])
 
 
 def test_a_life_that_sees_a_later_one_stops(clock):
@@ -818,13 +811,6 @@ def test_wrong_settings_are_refused(what):
         trainer(reference.Memory(), **given).join((jnp.zeros(8),))
 
 
-def test_a_weight_that_nobody_asked_for_is_refused():
-    train = trainer(reference.Memory())
-    state = train.join((jnp.zeros(8),))
-    with pytest.raises(ValueError, match=r"weight=3, but weighted=False"):
-        train(state, jnp.ones(8), weight=3)
-
-
 @pytest.mark.slow
 def test_the_example_survives_a_kill(tmp_path):
     flags = [*("--islands", 2, "--rounds", 6, "--kill", 2, "--away", 0, "--quorum", 1)]
@@ -1199,12 +1185,14 @@ def test_joining_may_take_longer_than_the_store_may_be_silent(is_saved):
     assert sorted(collections.Counter(read).values()) == [2] * 6
 
 
-def test_a_weight_out_of_range_is_refused():
-    train = trainer(reference.Memory(), weighted=True)
-    state = train.join((jnp.zeros(8),))
-    for weight in (0.0, -1.0, float("nan"), float("inf"), 1e-60, 1e39):
-        with pytest.raises(ValueError, match="must lie in"):
-            train(state, jnp.ones(8), weight=weight)
+def test_a_wrong_weight_is_refused():
+    for weighted, weights in ((False, [3]), (True, [0.0, -1.0, math.nan, math.inf, 1e-60, 1e39])):
+        train = trainer(reference.Memory(), weighted=weighted)
+        state = train.join((jnp.zeros(8),))
+        for weight in weights:
+            complaint = "must lie in" if weighted else "weight=3, but weighted=False"
+            with pytest.raises(ValueError, match=complaint):
+                train(state, jnp.ones(8), weight=weight)
     state, _ = train(state, jnp.ones(8), weight=jnp.float32(3))
     assert state.weight == 3.0
 

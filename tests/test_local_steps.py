@@ -551,16 +551,18 @@ def test_an_exchange_with_a_delay_is_refused():
             train.init(({"kernel": kernel, "bias": jnp.zeros(2), "layer0": kernel},))
 
 
-def test_statistics_are_averaged_by_choice():
-    def step(state, batch):
-        return {"params": state["params"] - batch[0], "seen": state["seen"] + batch[0]}, ()
+def seeing(*pair_and_workers, **settings):
+    """A trainer that averages `seen`, and its first state."""
+    step = lambda s, b: ({"params": s["params"] - b[0], "seen": s["seen"] + b[0]}, ())
+    pick = {"params": lambda s: s["params"], "average": lambda s: s["seen"]}
+    train = LocalSteps(step, *pair_and_workers, **pick, **settings)
+    return train, train.init({"params": jnp.zeros(2), "seen": jnp.zeros(2)})
 
-    start = {"params": jnp.zeros(2), "seen": jnp.zeros(2)}
+
+def test_statistics_are_averaged_by_choice():
     batches = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
     batches[3, 1] = np.nan
-    pick = {"params": lambda s: s["params"]}
-    train = LocalSteps(step, *diloco(), mesh(3), every=2, **pick, average=lambda s: s["seen"])
-    state = train.init(start)
+    train, state = seeing(*diloco(), mesh(3), every=2)
     for t, batch in enumerate(batches):
         state, _ = train(state, batch, t)
         seen = np.asarray(state.worker["seen"].value)
@@ -582,17 +584,7 @@ def test_statistics_stay_if_all_workers_are_broken():
 
 
 def test_streaming_averages_statistics_of_workers_that_are_not_broken():
-    step = lambda s, b: ({"params": s["params"] - b[0], "seen": s["seen"] + b[0]}, ())
-    train = LocalSteps(
-        step,
-        *diloco(),
-        3,
-        every=2,
-        params=lambda s: s["params"],
-        average=lambda s: s["seen"],
-        streaming=outer.Streaming(1, 1, 0.5),
-    )
-    state = train.init({"params": jnp.zeros(2), "seen": jnp.zeros(2)})
+    train, state = seeing(*diloco(), 3, every=2, streaming=outer.Streaming(1, 1, 0.5))
     for t in range(6):
         batch = np.ones((3, 2), np.float32)
         if t == 2:
@@ -671,12 +663,11 @@ def test_global_values_beyond_the_range_of_workers_are_clipped(dtype, start, str
 
 
 def test_statistics_near_the_largest_number_have_a_mean():
-    step = lambda s, b: ({"w": s["w"] - b[0], "seen": s["seen"]}, ())
-    pick = {"params": lambda s: s["w"], "average": lambda s: s["seen"]}
-    train = LocalSteps(step, *diloco(), 3, **pick)
-    state = train.init({"w": jnp.zeros(1), "seen": jnp.float32([3e38])})
-    state, _ = train(state, jnp.ones((3, 1)), 0)
-    np.testing.assert_allclose(state.worker["seen"].value, [[3e38]] * 3, rtol=1e-6)
+    train, state = seeing(*diloco(), 3)
+    large = jax.tree.map(lambda x: x + 3e38, state.worker["seen"])
+    state = state._replace(worker={**state.worker, "seen": large})
+    state, _ = train(state, jnp.ones((3, 2)), 0)
+    np.testing.assert_allclose(state.worker["seen"].value, jnp.full((3, 2), 3e38), rtol=1e-6)
 
 
 def test_what_inner_and_outer_steps_send():
