@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training import scanned
 from workers import feedback_loop, mesh, on_workers, rows
 
-from jaxsparse import codecs, error_feedback, shard, traffic
+from jaxsparse import codecs, shard, traffic
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.quantize import Format
-from jaxsparse.systems import PowerSGD, Quantized, Staged, TopK, random_k
+from jaxsparse.systems import PowerSGD, Quantized, TopK, random_k
 from jaxsparse.systems.random_k import RandomK
 
 SIZE, STEPS = 61, 12
@@ -87,15 +86,6 @@ def test_sums_that_overflow_are_kept():
     np.testing.assert_allclose(reduced.mean[0, 0], expected, rtol=1e-6)
     np.testing.assert_array_equal(reduced.residual[:, 0, 4], x[:, 0, 4])
     assert not reduced.sent[:, 0, 4].any()
-
-
-@pytest.mark.slow
-def test_density_in_stages():
-    tx = error_feedback(
-        Staged((RandomK(0.5), RandomK(0.1)), (2,)), is_dense=lambda path, shape: False
-    )
-    found, _ = on_workers(lambda g: scanned(tx, g), 3, "vmap")(jnp.ones((3, 4, SIZE)))
-    np.testing.assert_array_equal((found != 0).sum(axis=-1), [[31, 31, 7, 7]] * 3)
 
 
 def lost_of(x, reduced):
