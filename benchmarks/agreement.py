@@ -4,7 +4,6 @@ The step is a stack of dense layers with AdamW behind an exchange. The digest is
 process with emulated devices. The notes that processes leave each other are not measured.
 """
 
-import argparse
 import os
 import time
 from typing import Any
@@ -18,15 +17,12 @@ import optax
 import jaxsparse
 from jaxsparse.processes.digest import Digested
 
+LAYERS, WIDTH = 50, 128  # a kernel and a bias each
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=50, help="a kernel and a bias each")
-    parser.add_argument("--width", type=int, default=128)
-    args = parser.parse_args()
-
-    key, width = jax.random.key(0), args.width
-    kernels = jax.random.normal(key, (args.layers, width, width)) / width**0.5
+    key, width = jax.random.key(0), WIDTH
+    kernels = jax.random.normal(key, (LAYERS, width, width)) / width**0.5
     params = [{"kernel": kernel, "bias": jnp.zeros(width)} for kernel in kernels]
     tx = optax.chain(jaxsparse.spardl(0.01), optax.adamw(1e-3))
     mesh = jax.make_mesh((jax.device_count(),), ("data",))

@@ -110,23 +110,14 @@ Points = list[tuple[float, float]]  # tokens that counted, held-out loss
 
 
 class Step(NamedTuple):
-    """A step that an island has made.
+    """A step that an island has made."""
 
-    Attributes:
-        name: the island.
-        life: its process.
-        round: the round that it was in then.
-        steps: steps since its last message: 0 if it sent one after this step.
-        seconds: the time that the call of the training step took.
-        time: when it ended, seconds.
-    """
-
-    name: str
-    life: str
-    round: int
-    steps: int
-    seconds: float
-    time: float
+    name: str  # the island
+    life: str  # its process
+    round: int  # that it was in then
+    steps: int  # since its last message: 0 if it sent one after this step
+    seconds: float  # that the call of the training step took
+    time: float  # when it ended, seconds
 
 
 class Struck(NamedTuple):

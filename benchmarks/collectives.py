@@ -17,7 +17,6 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -192,12 +191,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 6, 8, 14])
     parser.add_argument("--size", type=int, default=84_000, help="elements")
     parser.add_argument("--density", type=float, default=0.01, help="share of them in a message")
-    parser.add_argument("--json", action="store_true", help="print rows as JSON")
     args = parser.parse_args()
     k = round(args.density * args.size)
-    if args.json:
-        print(json.dumps({w: rows(w, args.size, k) for w in args.workers}))
-        return
     print(f"d = {args.size}, k = {k}; words in units of k\n")
     for workers in args.workers:
         print(f"| W = {workers} | exchanges | words paid | words published | |")

@@ -28,6 +28,8 @@ from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.comm import wire
 from jaxsparse.outer.parallel import run_on_workers
 
+ITERATIONS = 1500
+
 
 class Moved(NamedTuple):
     """The weights that W workers move in one iteration, K each, with their columns of the rows.
@@ -139,7 +141,7 @@ class Run(NamedTuple):
     weights: np.ndarray  # float32[d]
 
 
-def train(dataset: data.Dataset, draws: Draws, name: str, mesh: Mesh, iterations: int) -> Run:
+def train(dataset: data.Dataset, draws: Draws, name: str, mesh: Mesh) -> Run:
     """Trains from zero by the exchange of this name."""
     labels, columns = jnp.asarray(dataset.train.labels), dataset.columns
 
@@ -161,7 +163,7 @@ def train(dataset: data.Dataset, draws: Draws, name: str, mesh: Mesh, iterations
     scores = jnp.zeros((len(labels), columns), jnp.float32)
     state = jaxsparse.shard((weights, scores), mesh)
     received, losses = 0.0, list[float]()
-    for moved in draws.take(iterations):
+    for moved in draws.take(ITERATIONS):
         if not losses:
             received = jaxsparse.traffic.wire_bytes(run, *state, moved).received
         *state, loss = run(*state, moved)
@@ -173,15 +175,12 @@ def train(dataset: data.Dataset, draws: Draws, name: str, mesh: Mesh, iterations
 def main() -> None:
     parser = timing.parser_of(__doc__)
     add = parser.add_argument
-    add("--iterations", type=number(int, 1), default=1500, help="(default: 1500)")
     add("--workers", type=number(int, 1, 9), default=8, metavar="W", help="1 to 8 (default: 8)")
-    add("--small", action="store_true", help="three packages and fewer features: a trial")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.workers)
     mesh = jax.make_mesh((args.workers,), ("data",))
-    sizes = (2**12, data.SMALL_PACKAGES) if args.small else (2**18, data.PACKAGES)
-    dataset = data.source_chunks(*sizes)
+    dataset = data.source_chunks(2**18)
     draws = Draws(
         dataset.train, dataset.columns, workers=args.workers, coordinates=100, rate=0.5, seed=0
     )
@@ -190,7 +189,7 @@ def main() -> None:
     print(timing.head("exchange", "loss", "test", "received kB", "of dense", "max Δw"))
     first: Run | None = None
     for name in GATHERS:
-        run = train(dataset, draws, name, mesh, args.iterations)
+        run = train(dataset, draws, name, mesh)
         first = first or run
         cells = (
             name,

@@ -5,7 +5,7 @@ library: eight of them, or four with the largest size. recipes.py explains the n
 
 All recipes take the same steps and batches. Rates are tuned by one rule for every recipe, dense
 included: a factor of two up and down from `--rate`, or from the best rate that the file has, on
-seed 0 and `--tune-steps`, until the best rate has a worse one on either side. With `--rates family`
+seed 0, until the best rate has a worse one on either side. With `--rates family`
 a recipe takes the best rate of the one that sends four bits instead. Runs are lines of
 `frontier.jsonl`, those of a larger model (`--size`) of a file of its own, and none is done twice,
 so that what was cut goes on where it was. Several processes may share the file.
@@ -228,11 +228,11 @@ class Results:
     `outer` is as for `Trainer`. Lines with another one are left out.
     """
 
-    def __init__(self, size: str, path: Path | None = None, outer: tuple[float, float] = NESTEROV):
+    def __init__(self, size: str, outer: tuple[float, float] = NESTEROV):
         self._settings = {} if outer == NESTEROV else {"outer": list(outer)}
         name = "frontier" + (f"_{size}" if size != "136k" else "")
         name += "_outer" if self._settings else ""
-        self.path = path or Path(__file__).with_name(f"{name}.jsonl")
+        self.path = Path(__file__).with_name(f"{name}.jsonl")
 
     def lines(self) -> list[dict[str, Any]]:
         outer = self._settings.get("outer")
@@ -299,9 +299,9 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
         return known[rate, seed][-1]
 
     tunes = family(recipe) if args.rates == "family" else recipe
-    tried = results.tried(tunes, args.tune_steps)
+    tried = results.tried(tunes, args.steps)
     start = min(tried, key=tried.__getitem__, default=args.rate)
-    best = tuned(lambda rate: loss(rate, 0, args.tune_steps, tunes), start)
+    best = tuned(lambda rate: loss(rate, 0, args.steps, tunes), start)
     for seed in args.seeds:
         loss(best, seed, args.steps)
 
@@ -310,11 +310,9 @@ def main() -> None:
     parser = timing.parser_of(__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="136k", help="number of parameters")
-    add("--jsonl", type=Path, help="runs are appended to it; one file a size if not given")
     add("--recipes", nargs="+", help="names (default: all that the file has)")
     add("--steps", type=int, default=2000)
     add("--seeds", type=int, nargs="+", default=[0])
-    add("--tune-steps", type=int, help="of the runs that try rates (as many as --steps)")
     add("--rate", type=float, default=0.01, help="where a search for a rate begins")
     add("--rates", choices=("own", "family"), default="own", help="family: the rate of four bits")
     add(
@@ -327,8 +325,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     args.outer = tuple(args.outer)
-    args.tune_steps = args.tune_steps or args.steps
-    results = Results(args.size, args.jsonl, args.outer)
+    results = Results(args.size, args.outer)
     try:
         names = args.recipes or dict.fromkeys(line["recipe"] for line in results.lines())
         recipes = list(map(Recipe.parsed, names))

@@ -22,6 +22,7 @@ from recipes import EXCHANGES, NESTEROV, End, Recipe
 from jaxsparse.traffic import traced_bytes
 
 COUNTED = (2, 4, 8, 20)  # workers
+SHORT = 600  # steps of the shorter runs that are exported, too
 
 
 class Row(NamedTuple):
@@ -119,7 +120,7 @@ def export(found: list[Row], short: list[Row], args: argparse.Namespace) -> None
     }
     content = {"setup": setup, "steps": args.steps, "ends": by_name(found)}
     shorter = by_name(row for row in short if row.recipe in known)
-    timing.save({**content, "shorter_steps": args.short, "shorter": shorter}, args.export)
+    timing.save({**content, "shorter_steps": SHORT, "shorter": shorter}, args.export)
 
 
 def show(found: list[Row]) -> None:
@@ -159,14 +160,13 @@ def main() -> None:
     add("--size", choices=SIZES, default="136k", help="number of parameters")
     add("--steps", type=int, default=2000)
     add("--export", type=Path, help="write how recipes ended here")
-    add("--short", type=int, default=600, help="steps of the shorter runs to export, too")
     add("--outer", action="store_true", help="show what rate and momentum outside make, and end")
     args = parser.parse_args()
     if args.outer:
         show_outer(args.size, args.steps)
         return
     results = Results(args.size)
-    found, short = (rows(results, steps, SIZES[args.size]) for steps in (args.steps, args.short))
+    found, short = (rows(results, steps, SIZES[args.size]) for steps in (args.steps, SHORT))
     show(found)
     if args.export is not None:
         tuned, of_short = ([row for row in some if row.is_tuned] for some in (found, short))

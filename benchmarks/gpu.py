@@ -73,17 +73,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, suites = parser.add_argument, list(SUITES)
+    add = parser.add_argument
     exponent: dict[str, Any] = {"type": int, "choices": range(8, 31), "metavar": "E"}  # of 2^E
     add("--platform", choices=["gpu", "cpu"], default="gpu")
     add("--minutes", type=float, default=9, help="after which it has ended (9)")
     add("--stages", nargs="+", choices=SHARES, default=list(SHARES), help="those to run (all)")
     add("--only", nargs="+", metavar="WORD", help="of the stages but tests: what has one in it")
-    add("--suites", nargs="+", choices=suites, default=suites, help="of tests (all)")
     add("--sizes", nargs="+", default=[27, 22, 16, 24, 20, 28, 18], **exponent,
         help="of the kernels' vectors: 2^E elements, the first ones first")  # fmt: skip
-    add("--repeats", type=int, default=20, help="of each decode (20)")
-    add("--repeat-size", default=18, help="of decodes: 2^E (18)", **exponent)
     add("--params", type=int, default=100_000_000, help="of an update, if they fit (100_000_000)")
     add("--json", metavar="FILE", help="also write all results here")
     # Flags of a process that runs one stage.
@@ -163,11 +160,12 @@ def run_tests(args: argparse.Namespace, seconds: float) -> Iterator[Record]:
     command += ["--continue-on-collection-errors"]
     if (workers := min(6, (os.cpu_count() or 1) // 2)) > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(workers)]
-    for name in args.suites:
+    *_, last = SUITES.values()
+    for name, suite in SUITES.items():
         # The first suites matter most, but must not take all of the time.
-        left = (end - time.monotonic()) / (1 if name == args.suites[-1] else 2)
+        left = (end - time.monotonic()) / (1 if suite is last else 2)
         late = left < _LEAST / 2
-        status = None if late else status_of(command + SUITES[name], args.platform, left)
+        status = None if late else status_of(command + suite, args.platform, left)
         yield {"suite": name, "status": status} | outcome(f"suite {name}", status)
 
 

@@ -240,10 +240,8 @@ def kernels(stage: Stage) -> None:
         for name, compiled in stage.compiled({n: k[1:] for n, k in found.items()}):
             run = functools.partial(compiled, *found[name].arguments)
             row(name, found[name].traffic, functools.partial(timed, run))
-        for name, make in TORCH.items() if torch is not None else ():
-            if stage.wanted(name):
-                traffic = inputs.both if "sketch" in name else inputs.selected
-                row(name, traffic, functools.partial(_torch_timed, torch, make, inputs))
+        if torch is not None and stage.wanted("torch.topk"):
+            row("torch.topk", inputs.selected, functools.partial(_torch_timed, torch, inputs))
 
 
 def _row(
@@ -273,33 +271,13 @@ def _torch(platform: str) -> tuple[Any, str]:
     return torch, ""
 
 
-def _torch_top_k(torch: Any, inputs: Inputs) -> Callable[[], Any]:
-    x = torch.randn(inputs.size) ** 3
-    return lambda: torch.topk(x.abs(), inputs.k, sorted=False)
-
-
-def _torch_sketch(torch: Any, inputs: Inputs) -> Callable[[], Any]:
-    """A count sketch with stored hashes, which is usual there."""
-    x, rows, cols = torch.randn(inputs.size) ** 3, inputs.spec.rows, inputs.spec.cols
-    columns = torch.randint(cols, (rows, inputs.size))
-    signs = 2 * torch.randint(2, (rows, inputs.size), dtype=torch.int8) - 1
-
-    def run() -> Any:
-        sketched = torch.zeros(rows, cols)
-        for row in range(rows):
-            sketched[row].scatter_add_(0, columns[row], x * signs[row])
-        return sketched
-
-    return run
-
-
-TORCH = {"torch.topk": _torch_top_k, "torch count sketch": _torch_sketch}
-
-
-def _torch_timed(torch: Any, make: Callable[[Any, Inputs], Any], inputs: Inputs) -> float:
+def _torch_timed(torch: Any, inputs: Inputs) -> float:
+    """Seconds of torch.topk."""
     has_gpu = torch.cuda.is_available()
     try:
-        return timed(make(torch, inputs), lambda out: torch.cuda.synchronize() if has_gpu else None)
+        x = torch.randn(inputs.size) ** 3
+        run = lambda: torch.topk(x.abs(), inputs.k, sorted=False)
+        return timed(run, lambda out: torch.cuda.synchronize() if has_gpu else None)
     finally:
         if has_gpu:
             torch.cuda.empty_cache()  # for JAX, which shares the memory
@@ -307,7 +285,7 @@ def _torch_timed(torch: Any, make: Callable[[Any, Inputs], Any], inputs: Inputs)
 
 # --- repetitions
 
-_REPEAT_DENSITY = 0.01
+_REPEAT_DENSITY, _REPEAT_SIZE, _TIMES = 0.01, 2**18, 20
 # Programs that may differ from run to run, because one scatter adds entries of one index in any
 # order. A worker's own sketch is made so on a GPU. Nothing that each replica makes for itself is.
 DUPLICATES = "to_dense, 8 entries an index (no promise)"
@@ -364,20 +342,19 @@ def _different(a: Any, b: Any) -> Any:
 
 def repeats(stage: Stage) -> None:
     """Runs each program several times, and counts the elements that differ from the first run."""
-    size, times = 2**stage.args.repeat_size, stage.args.repeats
-    programs = _decodes(size) | _means(size)
+    programs = _decodes(_REPEAT_SIZE) | _means(_REPEAT_SIZE)
     for name, compiled in stage.compiled(programs):
 
         def check(compiled=compiled, arguments=programs[name][1]):
             first, apart = compiled(*arguments), 0
-            unlike = [int(_different(compiled(*arguments), first)) for _ in range(times - 1)]
+            unlike = [int(_different(compiled(*arguments), first)) for _ in range(_TIMES - 1)]
             if isinstance(first, dict):
                 mean = first["mean"]
                 apart = int(_different(mean, jnp.broadcast_to(mean[:1], mean.shape)))
             runs = sum(n > 0 for n in unlike)
             return {"runs_unlike": runs, "most": max(unlike, default=0), "between_replicas": apart}
 
-        if (found := stage.attempt(f"{name}, {times} times", check)) is not None:
+        if (found := stage.attempt(f"{name}, {_TIMES} times", check)) is not None:
             on_cpu = stage.args.platform == "cpu" and name != DUPLICATES
             stage.record(name=name, repeatable=name not in ANY_ORDER or on_cpu, **found)
 

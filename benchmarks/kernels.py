@@ -15,7 +15,6 @@ the least relative squares, and no negative coefficient. Over several densities 
 each entry from a cost of each worker.
 """
 
-import argparse
 import functools
 import itertools
 import statistics
@@ -36,12 +35,13 @@ from jaxsparse.systems.dragonn import extractor
 
 Runs = dict[str, Callable[[], Any]]
 Energies = dict[str, float]
+_DENSITY = 0.01  # k / size of select and sketch
 _SLOW = 2**24  # the largest size at which exact selections and scattered sketches run
 
 
-def selections(x: jax.Array, density: float) -> tuple[Runs, Energies]:
+def selections(x: jax.Array) -> tuple[Runs, Energies]:
     """Selections of k elements."""
-    size, k = x.size, max(1, int(density * x.size))
+    size, k = x.size, max(1, int(_DENSITY * x.size))
     group_size, group_k = min(512, size), 4
     magnitudes = jnp.sort(jnp.abs(x), descending=True)
     threshold = magnitudes[k - 1]
@@ -94,9 +94,9 @@ def exact_heavy_hitters(table: jax.Array, spec: sketch.SketchSpec, size: int, k:
     return estimates[jax.lax.top_k(jnp.abs(estimates), k)[1]]
 
 
-def sketches(x: jax.Array, density: float) -> tuple[Runs, Energies]:
+def sketches(x: jax.Array) -> tuple[Runs, Energies]:
     """A count sketch of five rows and a 64th of the columns."""
-    size, k = x.size, max(1, int(density * x.size))
+    size, k = x.size, max(1, int(_DENSITY * x.size))
     spec = sketch.SketchSpec(5, max(1, size // 64))
     table = sketch.encode(x, spec)
     choose = lambda: sketch.heavy_hitters(table, spec, size, k)
@@ -116,13 +116,13 @@ def sketches(x: jax.Array, density: float) -> tuple[Runs, Energies]:
 KINDS = {"select": selections, "sketch": sketches}
 
 
-def measure(kind: str, size: int, args: argparse.Namespace) -> None:
+def measure(kind: str, size: int, repeats: int) -> None:
     """Prints the rows of one size."""
     x = jax.random.normal(jax.random.key(0), (size,))
     if kind == "select":
         x = x**3  # with heavy tails
-    runs, energy = KINDS[kind](x, args.density)
-    seconds = timing.interleaved({"x * 2 donated": timing.doubled(x), **runs}, args.repeats)
+    runs, energy = KINDS[kind](x)
+    seconds = timing.interleaved({"x * 2 donated": timing.doubled(x), **runs}, repeats)
     floor = seconds["x * 2 donated"]
     for name, times in seconds.items():
         share = f"{energy[name]:.4f}" if name in energy else ""
@@ -168,11 +168,11 @@ def fit(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return best
 
 
-def decoding(size: int, workers: list[int], repeats: int) -> None:
+def decoding(size: int, repeats: int) -> None:
     """Times of both decodings, and a fit of each."""
     print(f"{'density':>8} {'W':>3} {'W m':>9} {'sparse ms':>10} {'dense ms':>9} {'ratio':>6}")
     results = list[dict[str, Any]]()
-    for density, count in itertools.product((0.001, 0.01), workers):
+    for density, count in itertools.product((0.001, 0.01), (2, 4, 8, 16, 32, 64)):
         k = entries(density, size)
         parcel = MessageFormat(size, k, "sum", jnp.float32, codecs.COO)
         sparse, dense = jax.jit(parcel.merge_all), jax.jit(functools.partial(decode_dense, parcel))
@@ -203,18 +203,16 @@ def main() -> None:
     add = parser.add_argument
     add("kind", choices=[*KINDS, "decode"])
     add("--sizes", type=timing.size_of, nargs="+", metavar="D", help="elements, as 2^20")
-    add("--density", type=float, default=0.01, help="k / size of select and sketch (default: 0.01)")
-    add("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="of decode")
     add("--repeats", type=int, default=9, help="timed runs of each operation (default: 9)")
     args = parser.parse_args()
     timing.where()
     if args.kind == "decode":
         (size,) = args.sizes or [2**22]
-        decoding(size, args.workers, args.repeats)
+        decoding(size, args.repeats)
         return
     print(f"{'size':>9}  {'operation':<18}{'median ms':>10}   /donated  min/min  energy")
     for size in args.sizes or [2**e for e in range(16, 27, 2)]:
-        measure(args.kind, size, args)
+        measure(args.kind, size, args.repeats)
 
 
 if __name__ == "__main__":

@@ -54,11 +54,11 @@ class Corpus(NamedTuple):
     words: tuple[str, ...]  # by number: `UNKNOWN`, `END`, then the most frequent of train
 
 
-def documents(small: bool) -> Iterator[list[str]]:
+def documents() -> Iterator[list[str]]:
     """The words of each topic of the reference manual, and of each file of the library."""
     texts = [text for _, text in sorted(topics.topics.items())]
     root = Path(sysconfig.get_path("stdlib"))
-    for path in () if small else sorted(root.rglob("*.py")):
+    for path in sorted(root.rglob("*.py")):
         if not _ELSEWHERE.intersection(path.relative_to(root).parts):
             texts.append("\n".join(docstrings(path)))
     yield from (_TOKEN.findall(text.lower()) for text in texts if text)
@@ -71,10 +71,10 @@ def docstrings(path: Path) -> Iterator[str]:
             yield text
 
 
-def load(vocabulary: int, small: bool) -> Corpus:
+def load(vocabulary: int) -> Corpus:
     """About one document in ten is for validation, by a hash of its words."""
     parts: tuple[list[list[str]], list[list[str]]] = [], []
-    for document in documents(small):
+    for document in documents():
         parts[zlib.crc32(" ".join(document).encode()) % 10 == 0].append(document)
     counts = collections.Counter(word for document in parts[0] for word in document)
     by_frequency = sorted(counts, key=lambda word: (-counts[word], word))
@@ -272,14 +272,10 @@ def cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-# Words at most, widths of the layers, and batches of all workers together: usual ones and small.
-SIZES = {
+# Words at most, widths of the layers, and batches of all workers together.
+SETTINGS = {
     **{"vocabulary": 8192, "width": 64, "hidden": 96, "output": 48},
-    **{"windows": 32, "length": 32, "steps": 200},
-}
-SMALL = {
-    **{"vocabulary": 2048, "width": 16, "hidden": 16, "output": 16},
-    **{"windows": 8, "length": 8, "steps": 20},
+    **{"windows": 32, "length": 32, "steps": 200, "workers": 8},
 }
 
 
@@ -290,12 +286,9 @@ def main() -> None:
     add("--embedding-optimizer", choices=("sgd", "adam"), default="sgd", help="(default: sgd)")
     add("--factors", nargs="+", type=float, default=[1.0], metavar="F", help="of all rates")
     add("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="(default: 0)")
-    add("--workers", type=int, default=8, metavar="W", help="emulated devices (default: 8)")
-    add("--small", action="store_true", help="a tiny model of the reference manual, in seconds")
     args = parser.parse_args()
-    vars(args).update(SMALL if args.small else SIZES)
-    texts = load(args.vocabulary, args.small)
-    args.windows = -(-args.windows // args.workers) * args.workers
+    vars(args).update(SETTINGS)
+    texts = load(args.vocabulary)
 
     some = batches(texts.train, args, 100, seed=12345)
     distinct = max(len(np.unique(batch[:, :-1])) for batch in some)

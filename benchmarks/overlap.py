@@ -109,7 +109,7 @@ def compiled(args: argparse.Namespace, mode: str) -> Any:
         return (optax.apply_updates(params, updates), opt_state), value.mean()
 
     mesh = jax.make_mesh((8,), ("data",))
-    params = [jnp.zeros((args.width,) * 2)] * args.layers
+    params = [jnp.zeros((args.width,) * 2)] * 4
     state = jaxsparse.shard((params, tx.init(params)), mesh)
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     batch = jax.device_put(jnp.ones((8 * 32, args.width)), split)
@@ -120,7 +120,6 @@ def main() -> None:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--method", choices=METHODS, default="spardl", help="(default: spardl)")
-    add("--layers", type=int, default=4, help="(default: 4)")
     add("--width", type=int, default=512, help="units of a layer (default: 512)")
     add("--bucket-size", type=int, default=None, help="elements (default: all in one)")
     add("--json", help="where to write the results")

@@ -65,20 +65,15 @@ EXCHANGES: dict[str, Exchange] = {
 class Recipe:
     """How to train and what to exchange.
 
-    Attributes:
-        optimizer: "adamw" or "muon".
-        what: "gradients", "updates" (of each worker's own Adam), "local" (the mean of
-            displacements) or "diloco" (the same with Nesterov momentum, by `NESTEROV`).
-        every: steps from one exchange to the next, 1 unless local.
-        exchange: a key of `EXCHANGES`.
-        warm: percent of the steps that exchange after each one, first. 0 unless local.
+    `what` is "gradients", "updates" (of each worker's own Adam), "local" (the mean of
+    displacements) or "diloco" (the same with Nesterov momentum, by `NESTEROV`).
     """
 
-    optimizer: str
+    optimizer: str  # "adamw" or "muon"
     what: str
-    every: int
-    exchange: str
-    warm: int = 0
+    every: int  # steps from one exchange to the next, 1 unless local
+    exchange: str  # a key of `EXCHANGES`
+    warm: int = 0  # percent of the steps that exchange after each one, first; 0 unless local
 
     @classmethod
     def parsed(cls, name: str) -> "Recipe":

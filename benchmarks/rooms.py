@@ -30,21 +30,23 @@ from jaxsparse.collectives.sparcml import _capacities
 from jaxsparse.systems import SparCML, SparDL
 from jaxsparse.systems.sparcml import Algorithm
 
+WINDOWS, WIDTH, RATE = 4, 168, 0.1  # windows of a worker's batch
+
 
 def follow(reducer: Any, workers: int, args: argparse.Namespace, text: jax.Array) -> Any:
     """The reducer's states after all steps: its leaves have a row for each step."""
     tx = jaxsparse.error_feedback(reducer, momentum=task.MOMENTUM, workers=workers)
-    params = task.init(0, args.width)
+    params = task.init(0, WIDTH)
     grad = jaxsparse.value_and_grad(task.loss_of, workers=workers)
 
     def step(carried: Any, t: jax.Array) -> Any:
         params, state = carried
         key = jax.random.fold_in(jax.random.key(1), t)
-        shape = workers * args.windows, 1
+        shape = workers * WINDOWS, 1
         starts = jax.random.randint(key, shape, 0, len(text) - task.LENGTH)
         loss, grads = grad(params, text[starts + jnp.arange(task.LENGTH + 1)])
         updates, state = tx.update(grads, state, params)
-        params = jax.tree.map(lambda p, u: p - args.rate * u, params, updates)
+        params = jax.tree.map(lambda p, u: p - RATE * u, params, updates)
         return (params, state), (loss.mean(), state.reducers)
 
     run = jax.jit(lambda carried: jax.lax.scan(step, carried, jnp.arange(args.steps)))
@@ -64,7 +66,7 @@ def sums(name: Algorithm, share: float, workers: int, args: argparse.Namespace, 
     reducer = SparCML(round(512 * share), algorithm=name)
     (needs,) = jax.tree.leaves(follow(reducer, workers, args, text))
     needs = np.asarray(needs)
-    size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0, args.width)))
+    size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0, WIDTH)))
     k, m = reducer.entries(size), reducer.deal(size, workers).range_size
     format_of = lambda most, of: MessageFormat(of, most, "sum", jnp.float32, reducer.codec)
     if name == "recursive_double":
@@ -98,7 +100,7 @@ def teams(share: float, args: argparse.Namespace, text: Any) -> Any:
     reducer = SparDL(share, teams=count, gather="bruck")
     states = follow(reducer, workers, args, text)
     h = np.asarray(jax.tree.leaves(states)[0])[args.steps // 2 - 1 : -1].round()
-    size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0, args.width)))
+    size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0, WIDTH)))
     k = round(share * size) // (workers // count)
     rooms = ladder(k / count, k)
     room = [min(r for r in rooms if r >= x) for x in h]
@@ -117,9 +119,6 @@ def main() -> None:
     add("--workers", type=int, nargs="+", default=[2, 8, 32])
     add("--densities", type=float, nargs="+", default=[0.01, 0.1])
     add("--steps", type=int, default=60)
-    add("--windows", type=int, default=4, help="of a worker's batch")
-    add("--width", type=int, default=168)
-    add("--rate", type=float, default=0.1)
     args = parser.parse_args()
     text, _ = task.words()
     cells = [(share, workers) for share in args.densities for workers in args.workers]

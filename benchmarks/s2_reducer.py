@@ -27,6 +27,7 @@ from jaxsparse.systems.s2_reducer import S2
 
 number = spardl.digits.number
 DENSITY, BLOCK, WORKERS = 1 / 32, 16, 8
+RATIOS = (0.1, 0.25, 0.5, 1.0, 2.0)
 
 
 class Method(NamedTuple):
@@ -54,7 +55,7 @@ def methods(size: int, args: argparse.Namespace) -> list[Method]:
     rows.append(exact_blocks("all", None, selected, size))
     sizings: tuple[Literal["union", "local"], ...] = "union", "local"
     for sizing in sizings:
-        for ratio in args.ratios:
+        for ratio in RATIOS:
             s2 = S2(DENSITY, block_size=BLOCK, sketch_ratio=ratio, sizing=sizing)
             words, cols = s2.words(size, WORKERS), s2.plan(size, WORKERS).cols
             rows.append(Method(sizing if cols else f"{sizing}, exact", ratio, words, s2))
@@ -113,7 +114,6 @@ def main() -> None:
     parser = timing.parser_of(__doc__)
     add = parser.add_argument
     spardl.add_flags(parser)
-    add("--ratios", type=number(float, 1e-3), nargs="+", default=[0.1, 0.25, 0.5, 1.0, 2.0])
     add("--blocks", action="store_true", help="also as many words of exact blocks, and at random")
     add("--received", type=number(int, 2), nargs="+", metavar="W", help="see above")
     args = parser.parse_args()

@@ -11,7 +11,6 @@ Beside it stand the k largest of the true mean, and as many words as the sketch 
 coordinates, with residuals fed back and dropped.
 """
 
-import argparse
 from typing import Any
 
 import jax
@@ -21,10 +20,14 @@ import timing
 
 import jaxsparse
 
-WORKERS, ROWS = 4, 3
+WORKERS, ROWS, SEEDS = 4, 3, 3
+SIZE, K = 1000, 25  # d, and the number of entries that a step delivers
+XI = 160.0  # 2 + 6 d / (1.56 k) at least
+STEPS = (400, 1600, 6400, 25600)
 
 
-def exchanges(d: int, k: int) -> dict[str, Any]:
+def exchanges() -> dict[str, Any]:
+    d, k = SIZE, K
     shared: dict[str, Any] = {"workers": WORKERS, "is_dense": lambda path, shape: False}
     cols = 8 * k
     share = min(1.0, (ROWS * cols + k) / d)
@@ -39,49 +42,38 @@ def exchanges(d: int, k: int) -> dict[str, Any]:
     }
 
 
-def suboptimality(exchange: Any, args: argparse.Namespace, seed: int) -> jax.Array:
+def suboptimality(exchange: Any, seed: int) -> jax.Array:
     """What the weighted mean of the iterates has above the optimum, after each number of steps."""
-    d, xi = args.size, args.xi
     tx = optax.chain(
-        optax.scale_by_schedule(lambda t: 1 / (t + 1 + xi)), exchange, optax.scale(-1.0)
+        optax.scale_by_schedule(lambda t: 1 / (t + 1 + XI)), exchange, optax.scale(-1.0)
     )
-    curvature = jnp.linspace(args.curvature[0], args.curvature[1], d)
+    curvature = jnp.linspace(2.0, 20.0, SIZE)
     key, first = jax.random.split(jax.random.key(seed))
-    optimum = jax.random.normal(first, (d,))
+    optimum = jax.random.normal(first, (SIZE,))
 
     def step(carry: Any, t: jax.Array) -> tuple[Any, jax.Array]:
         w, state, mean, total = carry
-        weight = (t + 1 + xi) ** 2
+        weight = (t + 1 + XI) ** 2
         total += weight
         mean += weight / total * (w - mean)
-        drawn = args.noise * jax.random.normal(jax.random.fold_in(key, t), (WORKERS, d))
+        drawn = jax.random.normal(jax.random.fold_in(key, t), (WORKERS, SIZE))
         updates, state = tx.update(curvature * (w - optimum) + drawn, state, w)
         excess = 0.5 * jnp.sum(curvature * (mean - optimum) ** 2)
         return (optax.apply_updates(w, updates), state, mean, total), excess
 
-    w = jnp.zeros(d)
+    w = jnp.zeros(SIZE)
     start = w, tx.init(w), w, jnp.float32(0)
-    found = jax.jit(lambda: jax.lax.scan(step, start, jnp.arange(max(args.steps)))[1])()
-    return found[jnp.array(args.steps) - 1]
+    found = jax.jit(lambda: jax.lax.scan(step, start, jnp.arange(max(STEPS)))[1])()
+    return found[jnp.array(STEPS) - 1]
 
 
 def main() -> None:
-    parser = timing.parser_of(__doc__)
-    add = parser.add_argument
-    add("--size", type=int, default=1000, help="d")
-    add("--k", type=int, default=25, help="delivered in a step (25)")
-    add("--xi", type=float, default=160.0, help="2 + 6 d / (1.56 k) at least (160)")
-    add("--curvature", type=float, nargs=2, default=[2.0, 20.0])
-    add("--noise", type=float, default=1.0, help="its standard deviation (1)")
-    add("--steps", type=int, nargs="+", default=[400, 1600, 6400, 25600])
-    add("--seeds", type=int, default=3)
-    args = parser.parse_args()
     timing.where()
-    print(f"d = {args.size}, k = {args.k}, (d / k)^2 = {(args.size / args.k) ** 2:.0f}")
-    print(timing.head("exchange", *(f"T = {t}" for t in args.steps)))
+    print(f"d = {SIZE}, k = {K}, (d / k)^2 = {(SIZE / K) ** 2:.0f}")
+    print(timing.head("exchange", *(f"T = {t}" for t in STEPS)))
     dense: Any = None
-    for name, exchange in exchanges(args.size, args.k).items():
-        runs = [suboptimality(exchange, args, seed) for seed in range(args.seeds)]
+    for name, exchange in exchanges().items():
+        runs = [suboptimality(exchange, seed) for seed in range(SEEDS)]
         mean = jnp.stack(runs).mean(0)
         dense = mean if dense is None else dense
         label, values = ("dense (f itself)", mean) if name == "dense" else (name, mean / dense)

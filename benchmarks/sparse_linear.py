@@ -20,7 +20,7 @@ import sysconfig
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,6 @@ PACKAGES = (
     *("asyncio", "email", "http", "importlib", "multiprocessing"),
     *("unittest", "urllib", "xml", "idlelib", "tkinter"),
 )
-SMALL_PACKAGES = ("email", "http", "unittest")
 CHUNK_LINES = 8
 
 
@@ -79,14 +78,14 @@ class Dataset(NamedTuple):
         return 1 if self.classes == 2 else self.classes
 
 
-def source_chunks(features: int, packages: Sequence[str] = PACKAGES) -> Dataset:
+def source_chunks(features: int) -> Dataset:
     """Chunks of source code, with the package of the standard library that each comes from.
 
     Test chunks come from other files than training chunks. A chunk that also occurs in training is
     not tested. Trigrams are hashed to `features`. Packages of fewer than two files in this Python
     are left out.
     """
-    present = [name for name in packages if len(python_files(name)) > 1]
+    present = [name for name in PACKAGES if len(python_files(name)) > 1]
     train: list[tuple[str, int]] = []
     test: list[tuple[str, int]] = []
     for label, name in enumerate(present):
@@ -387,8 +386,8 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", args.workers)
     mesh = jax.make_mesh((args.workers,), ("data",))
     say = print if jax.process_index() == 0 else lambda *_, **__: None
-    dataset = source_chunks(*((2**14, SMALL_PACKAGES) if args.small else (2**18, PACKAGES)))
-    given: dict[str, Any] = {"per_worker": 2 if args.small else 8, "seed": 0}
+    dataset = source_chunks(2**18)
+    given: dict[str, Any] = {"per_worker": 8, "seed": 0}
     batches = Batches(
         dataset.train, workers=args.workers, columns=dataset.columns, steps=args.steps, **given
     )
@@ -417,7 +416,6 @@ def flags() -> argparse.ArgumentParser:
     add("--exchange", nargs="+", choices=names, default=names, help="(default: all)")
     add("--workers", type=number(int, 1, 9), default=8, metavar="W", help="1 to 8 (default: 8)")
     add("--steps", type=number(int, 1), default=160, help="(default: 160)")
-    add("--small", action="store_true", help="three packages, fewer features and rows: a trial")
     processes.add_flags(parser)
     return parser
 

@@ -106,7 +106,7 @@ class Step:
 def measure(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dict[str, Any]:
     """All columns of one row. Of several compilations, each from the beginning, the least count."""
     made = lambda name: Step(name, args.size, mesh, args.leaves)
-    programs, traced, compiled = zip(*(made(name).compiled() for _ in range(args.compilations)))
+    programs, traced, compiled = zip(*(made(name).compiled() for _ in range(COMPILATIONS)))
     row = {
         "system": name,
         "trace_s": min(traced),
@@ -114,8 +114,6 @@ def measure(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dic
         "instructions": sum(" = " in line for line in programs[0].as_text().splitlines()),
         "peak_d": timing.peak(programs[0]) / (4 * args.size),
     }
-    if args.only_compile:
-        return row
     dense, own = made("dense"), made(name)
     runs = {
         "dense": dense.runner(programs[0] if name == "dense" else dense.compiled()[0]),
@@ -126,6 +124,7 @@ def measure(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dic
     return row | {"over_dense": row["time_s"] / base}
 
 
+COMPILATIONS = 2  # of which the least is told
 COLUMNS = {
     "system": "{}",
     "trace_s": "{:.2f}",
@@ -145,8 +144,6 @@ def parse_args() -> argparse.Namespace:
     add("--leaves", type=int, default=121, help="kernels and biases (default: 121)")
     add("--workers", type=int, default=2, help="emulated devices (default: 2)")
     add("--repeats", type=int, default=7, help="timed steps of each system (default: 7)")
-    add("--compilations", type=int, default=2, help="of which the least is told (default: 2)")
-    add("--only-compile", action="store_true", help="no steps are run")
     return parser.parse_args()
 
 
@@ -159,11 +156,10 @@ def main() -> None:
     timing.where()
     print(f"d = {args.size}, {args.workers} workers, medians of {args.repeats} steps")
     mesh = jax.make_mesh((args.workers,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    columns = {k: v for k, v in COLUMNS.items() if not args.only_compile or k in list(COLUMNS)[:5]}
-    print(timing.head(*columns))
+    print(timing.head(*COLUMNS))
     for name in args.systems:
         row = measure(name, mesh, args)
-        print(timing.row(*(form.format(row[key]) for key, form in columns.items())), flush=True)
+        print(timing.row(*(form.format(row[key]) for key, form in COLUMNS.items())), flush=True)
 
 
 if __name__ == "__main__":

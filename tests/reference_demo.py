@@ -48,22 +48,3 @@ def exchange(m, k, chunk, round_=half):
             left[w][part] -= cosine(sent.reshape(sides), inverse=True)[:rows, :columns]
         u[part] = cosine(total / workers, inverse=True)[:rows, :columns]
     return u, left
-
-
-def demo(steps, beta, k, chunk, **settings):
-    """DeMo (Peng et al., 2024), Algorithm 1, without the sign.
-
-    Args:
-        steps: gradients (W, rows, columns) of each step.
-        beta: factor of the momentum.
-        k: number of coefficients that are sent of a tile.
-        chunk: the largest side of a tile.
-        **settings: settings of `exchange`.
-
-    Yields:
-        The update and all momenta of each step.
-    """
-    momenta = np.zeros(steps[0].shape)
-    for gradients in steps:
-        update, momenta = exchange(beta * momenta + gradients, k, chunk, **settings)
-        yield update, momenta

@@ -14,6 +14,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from reference_islands import Memory
+
 from jaxsparse.islands.member import IslandState, Member, Report
 from jaxsparse.islands.protocol import decision_key, list_rounds
 from jaxsparse.islands.records import Decision
@@ -46,38 +48,26 @@ class Told(NamedTuple):
     bytes: Mapping[tuple[str, str], int]
 
 
-class VirtualStore:
+class VirtualStore(Memory):
     """Messages are seen some time after they were sent, and all other objects at once."""
 
     def __init__(self, latency, now):
-        self._latency, self._now = latency, now
-        # By folder, so that a list takes no longer in a longer run.
-        self._folders = collections.defaultdict(dict)
+        super().__init__()
+        self._latency, self._now, self._seen_at = latency, now, {}
 
     def create(self, key, data):
-        objects, name = self._place(key)
-        if name in objects:
-            return False
-        objects[name] = self._now() + self._latency * key.startswith("messages/"), data
-        return True
+        is_new = super().create(key, data)
+        if is_new:
+            self._seen_at[key] = self._now() + self._latency * key.startswith("messages/")
+        return is_new
 
     def get(self, key):
-        objects, name = self._place(key)
-        seen_at, data = objects.get(name, (math.inf, b""))
-        return data if seen_at <= self._now() else None
+        return super().get(key) if self._seen_at.get(key, math.inf) <= self._now() else None
 
     def names(self, folder):
-        now, objects = self._now(), self._folders[folder]
-        return sorted(name for name, (seen_at, _) in objects.items() if seen_at <= now)
-
-    def delete(self, keys):
-        for key in keys:
-            objects, name = self._place(key)
-            objects.pop(name, None)
-
-    def _place(self, key):
-        folder, _, name = key.rpartition("/")
-        return self._folders[folder], name
+        now = self._now()
+        names = super().names(folder)
+        return [name for name in names if self._seen_at[f"{folder}/{name}"] <= now]
 
 
 class _Link:

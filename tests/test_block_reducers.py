@@ -166,16 +166,6 @@ def test_words_on_the_wire(name):
     assert words < dense_traffic(SIZE, 3).words
 
 
-@pytest.mark.slow
-def test_the_gather_sums_in_order_of_rank():
-    workers = 8  # a power of two: means are exact
-    rng = np.random.default_rng(0)
-    given = gradients(workers, 0.05) * rng.normal(size=(workers, SEEDS, STEPS, SIZE))
-    for _, x, reduced in outcomes("gather, natural", workers, "vmap", given):
-        expected = functools.reduce(np.add, x)
-        np.testing.assert_array_equal(reduced.mean, np.broadcast_to(expected / 8, x.shape))
-
-
 @pytest.mark.parametrize("sizes", some([(1, 1), (7, 2), (51, 51)], [(7, 2)]), ids=str)
 def test_blocks_without_room_take_turns(sizes):
     size, capacity = sizes
@@ -284,8 +274,6 @@ def test_settings_are_checked():
     with pytest.raises(ValueError, match="density=None and capacity_density=None leave no bound"):
         sparse_all_gather()
     for reducer in (OmniReduce, SparseAllGather):
-        with pytest.raises(ValueError, match=r"density=1\.5 must lie in \(0, 1\]"):
-            reducer(1.5, block_size=8)
         with pytest.raises(ValueError, match=r"block_size=0 must be at least 1"):
             reducer(0.1, block_size=0)
     with pytest.raises(ValueError, match=r"union_density=0 must lie in \(0, 1\]: 0\.1 makes room"):

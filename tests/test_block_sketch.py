@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,8 +57,6 @@ def test_block_top_k_breaks_ties_by_the_lower_block():
 
 
 def test_block_top_k_checks_its_arguments():
-    with pytest.raises(ValueError, match="k=4 must lie between 1 and 3, the number of blocks"):
-        block_top_k(jnp.ones(9), 4, 4)
     with pytest.raises(ValueError, match="block_size=0 must be at least 1"):
         block_top_k(jnp.ones(9), 1, 0)
     with pytest.raises(ValueError, match=r"x has shape \(3, 3\)"):
@@ -189,9 +186,3 @@ def test_encoding_and_decoding_check_their_arguments():
         decode_blocks(table, spec, jnp.ones(3))
     with pytest.raises(ValueError, match="decode with the spec"):
         decode_blocks(table, SketchSpec(1, 63, tile_size=8), jnp.int32([0]))
-    with pytest.raises(ValueError, match=r"seed=.* must be an integer scalar"):
-        jax.eval_shape(
-            lambda: encode_blocks(
-                wrong[1][0]._replace(values=jnp.ones((1, 8))), spec, seed=jnp.float32(1)
-            )
-        )

@@ -93,7 +93,7 @@ def test_a_run_killed_amid_a_save_goes_on_among_others(tmp_path):
 @pytest.mark.slow
 def test_processes_go_on_with_what_others_saved(tmp_path):
     """Means over workers are kept, and all processes agree after the next steps."""
-    done, names = 0, ("spardl", "sparse_loco")
+    done, names = 0, ("spardl", "ef21_sgdm", "sparse_loco")
     command = [sys.executable, SCRIPT, "moved", tmp_path, *names]
     for processes in (3, 2):
         env = ENV | cache_in(tmp_path)

@@ -1,4 +1,4 @@
-"""The multi-host example's checkpoints after damage, and its lock: one run at a time."""
+"""The multi-host example's checkpoints, whole and after damage, and its lock: one run at a time."""
 
 import contextlib
 import errno
@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from running import ENV, MULTIHOST
 from workers import mesh
 
@@ -18,9 +19,10 @@ from jaxsparse import PerWorker, shard
 
 
 @contextlib.contextmanager
-def opened(multihost, folder, *flags):
+def opened(multihost, folder, *flags, resumes=True):
     parser = multihost.train.flags()
-    flags = ["--resume", "--steps", "9", "--checkpoint-every", "1", "--keep", "9", *flags]
+    flags = ["--steps", "9", "--checkpoint-every", "1", "--keep", "9", *flags]
+    flags += ["--resume"] * resumes
     args = parser.parse_args([*flags, "--checkpoint-dir", str(folder)])
     saved = multihost.checkpoints.Checkpoints(args, parser)
     yield saved
@@ -146,10 +148,49 @@ def test_another_program_is_told_and_nothing_changes(multihost, folder, capsys):
         resume(multihost, saved, width=601)
     said = capsys.readouterr().err
     assert "has float32[600] at [0]['w'], and this program has float32[601] there" in said
-    with opened(multihost, folder, "--lr", "0.2") as saved, pytest.raises(SystemExit):
-        resume(multihost, saved)
-    assert "--lr 0.2: the run in " in capsys.readouterr().err
     assert sorted(os.listdir(folder)) == ["1", "2"]
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+def test_other_workers_hold_the_same_mean(multihost, folder, capsys, workers):
+    with opened(multihost, folder) as saved:
+        (params, residual), progress = resume(multihost, saved, workers)
+    assert f"carried over to {workers}" in capsys.readouterr().out
+    assert (progress.step, progress.workers) == (2, 4)
+    old = state_of(4, 2)
+    assert residual.value.shape == (workers, 2, 600)
+    assert residual.value.sharding.spec == PartitionSpec("data")
+    np.testing.assert_allclose(residual.value.mean(0), old[1].value.mean(0), atol=1e-6)
+    np.testing.assert_array_equal(params["w"], old[0]["w"])
+
+
+def test_when_it_saves(multihost, tmp_path):
+    with opened(multihost, tmp_path, "--checkpoint-every", "4", "--keep", "2") as saved:
+        for step in range(1, 10):
+            saved.save(state_of(4, 0), multihost.train.Progress(step, 4, 0.0, []))
+    assert sorted(os.listdir(tmp_path)) == ["8", "9"]
+
+
+def test_a_second_run_is_refused(multihost, folder, capsys):
+    with pytest.raises(SystemExit), opened(multihost, folder, resumes=False):
+        pass
+    assert "holds a run that came to step 2: add --resume" in capsys.readouterr().err
+
+
+OTHER_SETTINGS = {
+    **{"--method": ("top_k", "spardl"), "--hidden": ("17", "964"), "--steps": ("10", "9")},
+    **{"--lr": ("0.2", "0.1"), "--batch-size": ("255", "256"), "--seed": ("1", "0")},
+}
+
+
+@pytest.mark.parametrize("flag", OTHER_SETTINGS)
+def test_other_settings_are_refused(multihost, folder, capsys, flag):
+    value, saved_value = OTHER_SETTINGS[flag]
+    with opened(multihost, folder, flag, value) as saved, pytest.raises(SystemExit):
+        resume(multihost, saved)
+    message = capsys.readouterr().err
+    assert f"{flag} {value}: the run in " in message
+    assert f"has {flag} {saved_value}. Give that" in message
 
 
 HOLD = """
@@ -270,6 +311,7 @@ def test_a_directory_that_cannot_be_used(multihost, tmp_path, capsys, name):
             "--num-processes 0: give at least 1",
         ),
         (["--keep", "0"], "--keep: 0 is out of range: give at least 1"),
+        (["--resume"], "--resume: name the run's --checkpoint-dir"),
     ],
 )
 def test_bad_flags(multihost, monkeypatch, capsys, flags, message):

@@ -169,13 +169,6 @@ def test_a_traced_delay_names_static_args():
         injected.init({"w": jnp.zeros((40, 30))})
 
 
-def test_a_state_without_the_pending_gradients_is_refused():
-    params = {"w": jnp.zeros((40, 30)), "b": jnp.zeros(3)}
-    state = jaxsparse.top_k(0.1, axis_name=None).init(params)
-    with pytest.raises(ValueError, match="with delay=0, but this transformation has delay=1"):
-        jaxsparse.top_k(0.1, axis_name=None, delay=1).update(params, state)
-
-
 @pytest.mark.slow
 def test_the_compiled_exchange_depends_on_no_gradient(tmp_path):
     """Only the flag, which travels with the loss, does. Runs benchmarks/overlap.py as users do."""

@@ -5,8 +5,6 @@ meshes and processes.
 """
 
 import functools
-import sys
-from pathlib import Path
 
 import chex
 import jax
@@ -16,7 +14,6 @@ import optax
 import pytest
 from on_meshes import SHAPES, SPECS, gradients as mesh_gradients, is_bias, mesh as inner_mesh, put
 from reference_ef21 import ef21_sgdm as reference, top_k
-from running import in_processes
 from training import stepped, train
 from workers import mesh, some
 
@@ -294,14 +291,6 @@ def test_a_state_that_init_spreads_is_the_same():
         for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(eager)):
             assert x.shape == y.shape, path
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
-
-
-@pytest.mark.slow
-def test_in_processes():
-    script = Path(__file__).with_name("run_ef21.py")
-    outcome, lines = in_processes([sys.executable, script], 2, devices=2, timeout=400)
-    assert outcome.status == 0, outcome.report
-    assert all("equal" in each for each in lines)
 
 
 def test_misuse_names_the_argument():

@@ -32,20 +32,13 @@ from jaxsparse.quantize import QSGD
 
 SETTINGS = {
     "k too small": (lambda: sketched(k=0).init(PARAMS), r"k=0 must lie between 1 and .* 1200"),
-    "k too large": (lambda: sketched(k=1201).init(PARAMS), r"k=1201 must lie between 1 and .*1200"),
     "k of true_top_k": (
         lambda: jaxsparse.true_top_k(1201).init(PARAMS),
         r"k=1201 must lie between 1 and .* 1200",
     ),
     "rows": (lambda: sketched(rows=0), r"rows=0"),
-    "density": (lambda: jaxsparse.top_k(0), r"density=0 must lie in \(0, 1\]"),
     "density in percent": (lambda: jaxsparse.spardl(1), r"density=1 is 100 %: write 1.0 to send"),
     "density as text": (lambda: jaxsparse.gtopk("0.1"), r"density='0.1' must be a number"),
-    "density as bool": (lambda: jaxsparse.spardl(True), r"density=True must be a number"),
-    "injected density": (
-        lambda: jax.jit(lambda d: jaxsparse.top_k(d).init(PARAMS))(0.1),
-        r"density=.* must be a number: it is static \(list it in static_args",
-    ),
     "density that is not a number": (
         lambda: jaxsparse.top_k(float("nan")),
         r"density=nan is not a number \(NaN\): pass a number",
@@ -69,10 +62,7 @@ SETTINGS = {
         lambda: sketched(table_dtype="foo"),
         "table_dtype=foo is unknown: use float32",
     ),
-    "no teams": (lambda: update(jaxsparse.spardl(0.1, teams=0)), r"teams=0 must be at least 1"),
     "bits": (lambda: jaxsparse.sparcml(bits=4.0), r"bits=4.0 must be an int"),
-    "unknown bits": (lambda: jaxsparse.sparcml(bits=3), r"bits=3.*2, 4 or 8"),
-    "bits of QSGD as a float": (lambda: QSGD(4.0), r"bits=4.0 must be an int"),
     "bits of QSGD as text": (lambda: QSGD("4"), r"bits='4' must be an int: .*pass a Python"),
     "bits without a dense half": (
         lambda: jaxsparse.sparcml(bits=4, algorithm="ring"),
@@ -90,14 +80,8 @@ SETTINGS = {
         lambda: jaxsparse.top_k(0.1, codec=jaxsparse.codecs.Packed),
         r"codec=.*Packed.* is not a codec: use codecs.COO, codecs.Packed\(\) or",
     ),
-    "a codec's name": (lambda: jaxsparse.sparcml(codec="packed"), r"codec='packed' is not a codec"),
-    "endless capacity": (
-        lambda: jaxsparse.ok_topk(0.1, capacity_factor=float("inf")),
-        r"capacity_factor=inf must be finite",
-    ),
     "algorithm": (lambda: jaxsparse.sparcml(algorithm="tree"), r"algorithm='tree' is unknown"),
     "k of a group": (lambda: jaxsparse.sparcml(5, 4), r"k=5 must lie between 1 and group_size=4"),
-    "cols": (lambda: sketched(cols=-3), r"cols=-3"),
     "oversampling": (lambda: sketched(oversampling=0), r"oversampling=0 must be at least 1"),
     "oversampling of heavymix": (
         lambda: sketched(selection="heavymix", oversampling=4),
@@ -114,18 +98,9 @@ SETTINGS = {
         r"compression=10, k=5 and cols=40 cannot all hold",
     ),
     "compression below 1": (lambda: jaxsparse.sketched_sgd(0.5), r"compression=0.5 must be at le"),
-    "compression out of reach": (
-        lambda: jaxsparse.sketched_sgd(400).init(PARAMS),
-        r"compression=400 of 1200 compressed and 3 dense elements leaves -1 words.*ask for less",
-    ),
     "k that leaves no columns": (
         lambda: jaxsparse.sketched_sgd(10, k=100).init(PARAMS),
         r"compression=10 .* makes k=100 and cols=-\d+: ask for less",
-    ),
-    "momentum": (lambda: sketched(momentum=1.0), r"momentum=1.0 must lie in \[0, 1\)"),
-    "momentum as a NumPy scalar": (
-        lambda: sketched(momentum=np.float32(1.5)),
-        r"momentum=1.5 must lie in \[0, 1\)",
     ),
     "momentum as a NumPy array": (
         lambda: sketched(momentum=np.array(-0.5)),
@@ -151,35 +126,15 @@ SETTINGS = {
         lambda: jax.jit(lambda m: sketched(momentum=m).init(PARAMS))(jnp.ones(2) / 2),
         r"momentum has shape \(2,\): pass a scalar",
     ),
-    "bucket_size": (lambda: sketched(bucket_size=0).init(PARAMS), r"bucket_size=0 must be"),
-    "bucket_size as a float": (
-        lambda: sketched(bucket_size=300.0).init(PARAMS),
-        r"bucket_size=300.0 must be an int: it is static",
-    ),
-    "bucket_size as a bool": (
-        lambda: sketched(bucket_size=True).init(PARAMS),
-        r"bucket_size=True must be an int",
-    ),
     "k as a float": (lambda: sketched(k=5.0), r"k=5.0 must be an int: it is static"),
-    "k of true_top_k as an array": (
-        lambda: jaxsparse.true_top_k(jnp.int32(5)),
-        r"k=Array\(5, .*must be an int: it is static",
-    ),
-    "k of a budget": (lambda: jaxsparse.sketched_sgd(10, k=True), r"k=True must be an int"),
     "cols of a budget": (lambda: jaxsparse.sketched_sgd(10, cols=4.0), r"cols=4.0 must be an int"),
     "oversampling as a float": (
         lambda: sketched(oversampling=1.5),
         r"oversampling=1.5 must be an int: it is static",
     ),
-    "oversampling as a bool": (lambda: sketched(oversampling=True), r"oversampling=True must be"),
     "nothing to compress": (
         lambda: sketched().init({"w": jnp.ones((5, 5)), "b": jnp.ones(9000)}),
         r"no leaf would be compressed: all 2 .*is_dense=lambda path, shape: False",
-    ),
-    "empty leaves": (lambda: sketched().init({"w": jnp.ones((0, 5))}), r"1 leaves and no elements"),
-    "integer leaf": (
-        lambda: sketched().init({"w": jnp.ones((40, 30)), "n": jnp.arange(3)}),
-        r"leaf\['n'\] has dtype int32",
     ),
 }
 

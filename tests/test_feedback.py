@@ -15,7 +15,7 @@ from training import stepped, train
 from workers import mesh, on_workers, some
 
 import jaxsparse
-from jaxsparse import PerWorker, codecs, local, shard, traffic
+from jaxsparse import PerWorker, codecs, local, shard
 from jaxsparse.outer.parallel import run_on_workers
 
 
@@ -93,16 +93,6 @@ def sketched(**settings):
     return jaxsparse.sketched_sgd(**settings)
 
 
-def true_top_k(momentum=0.9):
-    return jaxsparse.true_top_k(30, momentum=momentum)
-
-
-# What holds for one compressed transformation that composes holds for any. These compile quickly.
-compressed = pytest.mark.parametrize(
-    "compress", some([true_top_k, sketched], [true_top_k]), ids=lambda f: f.__name__
-)
-
-
 PARAMS = {
     "w": jnp.asarray(np.random.default_rng(0).normal(size=(40, 32)) / 6, jnp.float32),
     "b": jnp.zeros(7),
@@ -156,62 +146,6 @@ def test_injected_momentum_can_be_changed_between_steps():
     )
     for name in PARAMS:
         assert np.any(np.abs(after(0.9)[0][name] - after(0.5)[0][name]) > 1e-3), name
-
-
-@pytest.mark.slow
-@compressed
-def test_a_scan_over_steps_equals_single_steps(compress):
-    tx = optax.chain(compress(), optax.sgd(0.1))
-
-    def step(state, batch):
-        params, opt_state = state
-        gradient = jax.grad(loss)(local(params), batch)
-        updates, opt_state = tx.update(gradient, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), None
-
-    def epoch(state, batch):
-        return jax.lax.scan(step, state, jnp.stack([batch] * 3))[0]
-
-    once = run_on_workers(lambda state, batch: step(state, batch)[0], mesh(3))
-    state = sharded(tx)
-    for _ in range(3):
-        state = once(state, BATCH)
-    scanned = run_on_workers(epoch, mesh(3))(sharded(tx), BATCH)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), scanned, state
-    )
-
-
-@compressed
-def test_accumulation_inside_the_step_exchanges_once(compress):
-    tx = optax.chain(compress(), optax.sgd(0.1))
-
-    def step(state, batch):
-        params, opt_state = state
-        here = local(params)
-
-        def add(total, micro_batch):
-            gradient = jax.grad(loss)(here, micro_batch)
-            return jax.tree.map(jnp.add, total, gradient), None
-
-        zeros = jax.tree.map(jnp.zeros_like, here)
-        total, _ = jax.lax.scan(add, zeros, batch.reshape(4, 1, 3))
-        gradient = jax.tree.map(lambda g: g / 4, total)
-        updates, opt_state = tx.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    accumulated = run_on_workers(step, mesh(3))
-    whole = parallel_step(tx)
-    state = sharded(tx)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
-        accumulated(state, BATCH),
-        whole(state, BATCH),
-    )
-    compiled = [run.lower(state, BATCH).compile() for run in (accumulated, whole)]
-    bytes_of = list(map(traffic.wire_bytes, compiled))
-    assert bytes_of[0].rounds == bytes_of[1].rounds == (3 if compress is sketched else 2)
-    assert bytes_of[0].payload == bytes_of[1].payload
 
 
 def test_buckets_share_the_budget_and_lose_nothing():

@@ -133,17 +133,6 @@ def test_hash_extract(shape, threshold):
     assert_same(forms, x, t, jnp.full((m,), -1, jnp.int32))
 
 
-@pytest.mark.parametrize("tile", some([7, 64], [7]))
-@pytest.mark.parametrize("dtype", some([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
-def test_slot_max(tile, dtype):
-    tiles = -(-1003 // tile)
-    grid = fast._Grid(1003, tile, 1, tiles, (tiles - 1).bit_length(), 0)
-    values = lambda x, seed: fast.Values.of_vector(x, tile)
-    for seed in range(3):
-        x = cubed(1003, seed, dtype).at[-1].set(1e4)  # nothing past it must be read
-        assert_same_slots(values, grid, x, jnp.uint32(seed))
-
-
 # --- sketches ---
 
 SPECS = [
@@ -236,13 +225,23 @@ def test_slots_of_heavy_hitters(k):
         assert_same_slots(values, grid, table, seed)
 
 
-@pytest.mark.parametrize("k", [20, 90])
-@pytest.mark.parametrize("tile", some([16, 200], [200]))
-def test_slots_of_a_vector(k, tile):
-    grid = fast._Grid.of(1003, tile, k)
+# Those of `fast_top_k`, with shared slots and with one for each element, and of `slot_max`.
+GRIDS = {
+    "shared": lambda tile: fast._Grid.of(1003, tile, 20),
+    "own": lambda tile: fast._Grid.of(1003, tile, 90),
+    "slot_max": lambda tile: fast._Grid(
+        1003, tile, 1, -(-1003 // tile), (1002 // tile).bit_length(), 0
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+@pytest.mark.parametrize("tile", some([7, 16, 64, 200], [7, 200]))
+def test_slots_of_a_vector(tile, kind):
     values = lambda x, seed: fast.Values.of_vector(x, tile)
     for seed in map(jnp.uint32, range(3)):
-        assert_same_slots(values, grid, cubed(1003, int(seed), jnp.bfloat16), seed)
+        x = cubed(1003, int(seed), jnp.bfloat16).at[-1].set(1e4)  # nothing past it must be read
+        assert_same_slots(values, GRIDS[kind](tile), x, seed)
 
 
 @pytest.mark.parametrize("k", some([3, 40], [3]))  # 40: a slot for each element

@@ -147,28 +147,6 @@ def test_the_number_of_a_worker_and_rows_of_all_that_returns():
         assert rest["scale"].tolist() == [2.0] * 4
 
 
-@pytest.mark.slow
-def test_microbatches_by_a_scan_are_the_whole_batch():
-    mesh = mesh_of((4,))
-    params, batch = problem(mesh)
-    whole = jaxsparse.grad(loss_of)(params, batch)
-
-    @jax.jit
-    def accumulated(params, batch):
-        # Each microbatch has some rows of each worker's.
-        parts = jax.tree.map(lambda x: x.reshape(4, 3, 2, -1).swapaxes(0, 1), batch)
-        parts = jax.tree.map(lambda x: x.reshape(3, 8, -1), parts)
-        add = lambda total, part: (
-            jax.tree.map(jnp.add, total, jaxsparse.grad(loss_of)(params, part)),
-            None,
-        )
-        start = jax.tree.map(lambda x: jnp.zeros((4, *x.shape)), params)
-        total, _ = jax.lax.scan(add, start, parts)
-        return jax.tree.map(lambda x: x / 3, total)
-
-    chex.assert_trees_all_close(accumulated(params, batch), whole, rtol=1e-5, atol=1e-6)
-
-
 def test_a_mean_over_tokens_is_that_of_the_whole_batch():
     mask = (np.arange(24) % 7 < np.arange(24) // 6).astype(np.float32)
 
@@ -190,45 +168,31 @@ def test_a_mean_over_tokens_is_that_of_the_whole_batch():
     np.testing.assert_allclose(grads["w"].mean(0), gradient["w"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("convolves", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=str)
-def test_models_keep_their_constraints_and_convolutions(shape):
-    """Code for `jax.jit` names the axis of the workers; XLA takes convolutions under shard_map."""
+def test_models_keep_their_constraints_and_convolutions(shape, convolves):
+    """Code for `jax.jit` names the axis of the workers; XLA takes convolutions under shard_map.
+
+    Flax makes constraints of logical names, and whenever it finds a mesh in context.
+    """
     mesh = mesh_of(shape)
     params, batch = problem(mesh)
-    axes = mesh.axis_names if len(shape) > 1 else "data"
+    spec = P(mesh.axis_names)
 
-    def loss(params, batch, constrain=True):
-        x, y = batch
-        hidden = jnp.tanh(x @ params["w"])
-        if constrain:
-            hidden = jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, P(axes)))
-        kernel = params["v"][:3, :1, None]
-        moved = jax.lax.conv_general_dilated(
-            hidden[:, :, None], kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
-        )
-        return jnp.mean((moved[..., 0] @ params["v"] - y) ** 2)
-
-    grads = jax.jit(jaxsparse.grad(loss))(params, batch)
-    wanted = jax.jit(jax.grad(functools.partial(loss, constrain=False)))(*problem())
-    chex.assert_trees_all_close(
-        jax.tree.map(lambda x: x.mean(0), jax.device_get(grads)), wanted, rtol=1e-4, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=str)
-def test_constraints_of_the_mesh_in_context(shape):
-    """Flax makes these of logical names, and whenever it finds a mesh in context."""
-    mesh = mesh_of(shape)
-    params, batch = problem(mesh)
-
-    def loss(params, batch):
-        is_seen = not jax.sharding.get_abstract_mesh().empty
+    def loss(params, batch, constrains=True):
         hidden = jnp.tanh(batch[0] @ params["w"])
-        if is_seen:
-            hidden = jax.lax.with_sharding_constraint(hidden, P(mesh.axis_names))
+        is_seen = not jax.sharding.get_abstract_mesh().empty
+        if constrains and (convolves or is_seen):
+            sharding = NamedSharding(mesh, spec) if convolves else spec
+            hidden = jax.lax.with_sharding_constraint(hidden, sharding)
+        if convolves:
+            layout, kernel = ("NHC", "HIO", "NHC"), params["v"][:3, :1, None]
+            hidden = jax.lax.conv_general_dilated(
+                hidden[..., None], kernel, (1,), "SAME", dimension_numbers=layout
+            )[..., 0]
         return jnp.mean((hidden @ params["v"] - batch[1]) ** 2)
 
-    wanted = jax.jit(jax.grad(loss))(*problem())
+    wanted = jax.jit(jax.grad(functools.partial(loss, constrains=False)))(*problem())
     for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
         with context:
             grads = jax.jit(jaxsparse.grad(loss))(params, batch)
@@ -431,20 +395,6 @@ def test_products_of_experts_run_beside_inner_axes():
         expert = np.repeat(np.arange(3), np.asarray(sizes[:, worker]))
         own = jax.grad(of_one)(params["w"], part, expert)
         np.testing.assert_allclose(found[worker], own, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_a_convolution_and_keys_of_ones_own_run_beside_inner_axes_without_a_mesh_in_context():
-    def loss(kernel, x):
-        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
-        kept = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
-        return jnp.mean(jax.lax.conv_general_dilated(kept, kernel, (1, 1), "SAME") ** 2)
-
-    kernel, x = jnp.ones((3, 2, 3, 3)), jnp.arange(200.0).reshape(4, 2, 5, 5) / 100
-    found = jax.jit(jaxsparse.grad(loss, mesh=mesh_of((2, 2))))(kernel, x)
-    simulated = jax.jit(jaxsparse.grad(loss, workers=2))(kernel, x)
-    np.testing.assert_allclose(found, simulated, rtol=1e-5)
-    assert np.abs(found[0] - found[1]).max() > 1
 
 
 def test_what_a_watched_step_sends_besides_is_warned_of_once():

@@ -15,7 +15,6 @@ from histories import MACHINES, Fractions, History, Weighted
 from workers import some
 
 from jaxsparse.islands import arithmetic, exchange, member, protocol, records, snapshots
-from jaxsparse.islands.store import UnreachableError
 
 AT_ONCE = 100  # histories of a test
 
@@ -86,20 +85,6 @@ def replay_skips_a_round(patch, programs):
     patch(exchange.Exchange, "_absorb", absorb)
 
 
-def replay_stops_at_an_error(patch, programs):
-    """It takes a round for done whose messages it could not read."""
-    right = exchange.Exchange._absorb
-
-    def absorb(self, decision, waited=None):
-        try:
-            right(self, decision, waited)
-        except UnreachableError:
-            self._go_to(self.shared, decision.round + 1, self.counted, False)
-            raise
-
-    patch(exchange.Exchange, "_absorb", absorb)
-
-
 def snapshot_of_another_round(patch, programs):
     right = snapshots.make
 
@@ -108,17 +93,6 @@ def snapshot_of_another_round(patch, programs):
         return right(rounds, before, round)
 
     patch(snapshots, "make", make)
-
-
-def snapshot_under_the_next_round(patch, programs):
-    right = exchange.Exchange._take_turn
-
-    def take_turn(self, members):
-        self.round += 1
-        right(self, members)
-        self.round -= 1
-
-    patch(exchange.Exchange, "_take_turn", take_turn)
 
 
 def snapshot_without_outer_state(patch, programs):
@@ -130,29 +104,8 @@ def snapshot_without_outer_state(patch, programs):
     patch(snapshots, "make", make)
 
 
-def joins_without_outer_state(patch, programs):
-    right = snapshots._with_arrays
-
-    def with_arrays(shared, arrays):
-        return right(shared, arrays)._replace(outer=shared.outer)
-
-    patch(snapshots, "_with_arrays", with_arrays)
-
-
 def keeps_one_snapshot(patch, programs):
     patch(protocol, "_KEPT", 1)
-
-
-def deletes_messages_before_the_last_snapshot(patch, programs):
-    right = protocol.Rounds.keep
-
-    def keep(self, round, snapshot):
-        right(self, round, snapshot)
-        for each in range(round):
-            names = self.store.names(protocol._folder(each))
-            self.store.delete([f"{protocol._folder(each)}/{name}" for name in names])
-
-    patch(protocol.Rounds, "keep", keep)
 
 
 def deletes_decisions(patch, programs):
@@ -201,16 +154,6 @@ def first_message_counts_twice(patch, programs):
     patch(protocol.Rounds, "read", read)
 
 
-def two_lives_count(patch, programs):
-    def posted(self, round):
-        pairs = protocol.list_posted(self.store, round)
-        keys = [(protocol._message_key(round, *pair), pair) for pair in pairs if pair[1] != "zzzz"]
-        found = [self._check(self.store.get(key), round, *pair) for key, pair in keys]
-        return [each for each in found if each is not None]
-
-    patch(protocol.Rounds, "_posted", posted)
-
-
 def a_broken_message_counts(patch, programs):
     right = protocol.Rounds._check
 
@@ -256,44 +199,12 @@ def saved_is_owed_still(patch, programs):
     patch(exchange.Exchange, "_was_sent_in", lambda self, decision: False)
 
 
-def saved_is_owed_still_after_a_sleep(patch, programs):
-    right = exchange.Exchange._jump
-
-    def jump(self, decision):
-        with mock.patch.object(self.member, "is_restored", False):
-            right(self, decision)
-
-    patch(exchange.Exchange, "_jump", jump)
-
-
 def an_earlier_life_goes_on(patch, programs):
     patch(exchange.Exchange, "_check_life", lambda self, decision: None)
 
 
 def decides_in_an_empty_folder(patch, programs):
     patch(protocol.Rounds, "_see_before", lambda self, round: None)
-
-
-def a_decision_that_reads_broken_counts_for_nobody(patch, programs):
-    right, absorb = protocol.Rounds._read_decision, exchange.Exchange._absorb
-
-    def decision(self, round):
-        try:
-            return right(self, round)
-        except UnreachableError as error:
-            if "can't be read" not in str(error):
-                raise
-            return records.Decision(round, self.settings, (), "", "", 0.0, self.words)
-
-    def absorbed(self, decision, waited=None):
-        if decision.members:
-            return absorb(self, decision, waited)
-        half = self.message or self.member.begin_idle(self.shared)
-        after = arithmetic.with_own(self.shared, programs.owed(half, self.shared))
-        return self._go_to(after, decision.round + 1, False, False)
-
-    patch(protocol.Rounds, "_read_decision", decision)
-    patch(exchange.Exchange, "_absorb", absorbed)
 
 
 def weights_of_one(patch, programs):
@@ -321,18 +232,13 @@ FAULTS = {
     counted_is_owed_still: (History, UNBALANCED),
     counted_in_its_sleep_is_owed_still: (History, UNBALANCED),
     replay_skips_a_round: (History, UNLIKE),
-    replay_stops_at_an_error: (History, UNLIKE),
     snapshot_of_another_round: (History, UNLIKE),
-    snapshot_under_the_next_round: (History, "snapshot"),
     snapshot_without_outer_state: (History, "snapshot"),
-    joins_without_outer_state: (History, UNLIKE),
     keeps_one_snapshot: (History, "was deleted too early"),
-    deletes_messages_before_the_last_snapshot: (History, "was deleted too early"),
     deletes_decisions: (History, "is gone"),
     the_store_overwrites: (History, "a second one|does not go on"),
     who_proposes_believes_itself: (History, UNLIKE),
     first_message_counts_twice: (History, UNLIKE),
-    two_lives_count: (History, "one of them twice|does not go on"),
     # Or an island meets a life that it takes for a later one of its own, and stops.
     a_broken_message_counts: (History, "no object of this version|after this one counts"),
     no_quorum: (Fractions, "less than a quorum"),
@@ -341,10 +247,8 @@ FAULTS = {
     a_former_life_is_its_own: (History, UNBALANCED),
     lives_share_a_name: (History, UNBALANCED),
     saved_is_owed_still: (History, UNBALANCED),
-    saved_is_owed_still_after_a_sleep: (History, UNBALANCED),
     an_earlier_life_goes_on: (History, "an earlier life of .* counts after a later one"),
     decides_in_an_empty_folder: (History, UNLIKE),
-    a_decision_that_reads_broken_counts_for_nobody: (History, UNLIKE),
     weights_of_one: (Weighted, UNLIKE),
     late_loses_its_weight: (Weighted, "weighs"),
 }

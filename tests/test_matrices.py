@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from supports import flat
 from training import stepped
 from workers import some
 
@@ -104,15 +103,6 @@ def test_beside_others_in_a_partition_and_in_stages():
     np.testing.assert_array_equal(first["layers"], as_one)
     as_stack[0, 0] = 0  # was delivered before
     np.testing.assert_array_equal(second["layers"], as_stack)
-
-
-def test_nothing_is_lost():
-    (updates,), state = delivered(error_feedback(FirstRows(), is_dense=lambda *_: False))
-    order = sorted(SHAPES)
-    total = np.concatenate([gradients()[name].sum(0).ravel() for name in order])
-    mean = np.concatenate([updates[name].ravel() for name in order])
-    kept = np.asarray(flat(state.residual)).sum(0)
-    np.testing.assert_array_equal(total, WORKERS * mean + kept)
 
 
 def test_how_leaves_are_seen():

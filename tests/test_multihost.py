@@ -18,8 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from running import ENV as OWN, MULTIHOST, QUICK, cache_in, in_processes
 from workers import mesh
 
-from jaxsparse import PerWorker, shard
-
 TINY = ["--hidden", "16", "--steps", "4", "--eval-every", "2", "--batch-size", "24"]
 ENV = OWN | QUICK | {"JAX_PLATFORMS": "cpu"}
 
@@ -184,104 +182,6 @@ def test_an_announced_preemption_is_saved(tmp_path, by_hand):
     while not steps_in(folder):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-@pytest.fixture(scope="module")
-def three_steps(multihost, tmp_path_factory):
-    """A directory with checkpoints of steps 1 to 3 of four workers. Parameters are the step."""
-    folder = tmp_path_factory.mktemp("three_steps")
-    saved = TestCheckpoints.open(multihost, folder)
-    for step in (1, 2, 3):
-        progress = multihost.train.Progress(step, 4, 0.5, [{"step": 1}])
-        saved.save(TestCheckpoints.state(4, step), progress)
-    saved.close()
-    return folder
-
-
-class TestCheckpoints:
-    """The example's own checkpoints, in one process."""
-
-    FLAGS = ("--steps", "9", "--checkpoint-every", "1", "--keep", "9")
-
-    @classmethod
-    def open(cls, multihost, folder, *flags):
-        parser = multihost.train.flags()
-        args = parser.parse_args([*cls.FLAGS, "--checkpoint-dir", str(folder), *flags])
-        return multihost.train.Checkpoints(args, parser)
-
-    @pytest.fixture
-    def opened(self, multihost, tmp_path):
-        """Opens the directory as a run with these flags does."""
-        everything = []
-
-        def open_as(*flags):
-            everything.append(self.open(multihost, tmp_path, *flags))
-            return everything[-1]
-
-        yield open_as
-        for each in everything:
-            each.close()
-
-    @staticmethod
-    def state(workers, fill=0.0):
-        residual = np.arange(workers * 6, dtype=np.float32).reshape(workers, 2, 3) + fill
-        params = {"w": np.full(5, fill, np.float32), "count": np.int32(fill)}
-        return shard((params, PerWorker(residual)), mesh(workers))
-
-    @pytest.fixture
-    def steps(self, three_steps, tmp_path):
-        shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
-
-    def resume(self, multihost, saved, workers):
-        start = multihost.train.Progress(0, workers, 0.0, [])
-        return saved.resume(self.state(workers), start, mesh(workers))
-
-    @pytest.mark.parametrize("workers", [3, 8])
-    def test_other_workers_hold_the_same_mean(self, multihost, opened, steps, capsys, workers):
-        (params, residual), progress = self.resume(multihost, opened("--resume"), workers)
-        assert f"carried over to {workers}" in capsys.readouterr().out
-        assert (progress.step, progress.workers) == (3, 4)
-        old = self.state(4, 3.0)[1].value
-        assert residual.value.shape == (workers, 2, 3)
-        assert residual.value.sharding.spec == PartitionSpec("data")
-        np.testing.assert_allclose(residual.value.mean(axis=0), old.mean(axis=0), rtol=1e-6)
-        np.testing.assert_array_equal(params["w"], 3)
-
-    def test_when_it_saves(self, multihost, opened, tmp_path):
-        saved = opened("--checkpoint-every", "4", "--keep", "2")
-        for step in range(1, 10):
-            saved.save(self.state(4), multihost.train.Progress(step, 4, 0.0, []))
-        saved.close()
-        assert steps_in(tmp_path) == [8, 9]
-
-    def test_a_second_run_is_refused(self, opened, steps, capsys):
-        with pytest.raises(SystemExit):
-            opened()
-        assert "holds a run that came to step 3: add --resume" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("flag", "value", "saved"),
-        [
-            ("--method", "top_k", "spardl"),
-            ("--hidden", "17", "964"),
-            ("--steps", "10", "9"),
-            ("--lr", "0.2", "0.1"),
-            ("--batch-size", "255", "256"),
-            ("--seed", "1", "0"),
-        ],
-    )
-    def test_other_settings_are_refused(self, multihost, opened, steps, capsys, flag, value, saved):
-        with pytest.raises(SystemExit):
-            self.resume(multihost, opened("--resume", flag, value), 4)
-        message = capsys.readouterr().err
-        assert f"{flag} {value}: the run in " in message
-        assert f"has {flag} {saved}. Give that" in message
-
-    def test_resume_needs_a_directory(self, multihost, monkeypatch, capsys):
-        monkeypatch.setattr(sys, "argv", ["train.py", "--resume"])
-        with pytest.raises(SystemExit):
-            multihost.train.main()
-        assert "--resume: name the run's --checkpoint-dir" in capsys.readouterr().err
 
 
 def test_shares_are_what_the_devices_hold(multihost):

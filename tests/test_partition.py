@@ -86,27 +86,14 @@ def test_a_skipped_step_changes_nothing_whatever_the_reducer():
     assert np.any(after.residual["embed"].value)
 
 
-@pytest.mark.slow
-def test_a_function_and_a_mapping_are_the_same():
-    def policy(path, shape):
-        if len(shape) < 2:
-            return None
-        return TopK(0.1) if shape == (50, 8) else SparDL(0.05)
-
-    def traced(policy):
-        tx = partition(policy)
-        step = lambda grads: tx.update(grads, tx.init(grads))
-        grads = jax.tree.map(lambda g: g[0], gradients(2))
-        return str(jax.make_jaxpr(jax.vmap(step, axis_name="data"))(grads))
-
-    assert traced(policy) == traced(RULES)
-    assert traced(policy) != traced(RULES | {"embed": TopK(0.2)})
-
-
 def test_the_first_rule_that_matches_counts_and_the_default_takes_the_rest():
-    tx = partition({"embed": None, "e": TopK(1.0)}, Dense())
-    state = tx.init({k: jnp.zeros(v) for k, v in SHAPES.items()})
-    assert set(state.residual) == set(SHAPES) - {"embed"}  # which goes dense
+    mapping = partition({"embed": None, "e": TopK(1.0)}, Dense())
+    by_name = {"['embed']": None, "['kernel']": TopK(1.0)}
+    function = partition(lambda path, shape: by_name.get(path, Dense()))
+    for tx in (mapping, function):
+        state = tx.init({k: jnp.zeros(v) for k, v in SHAPES.items()})
+        assert set(state.residual) == set(SHAPES) - {"embed"}  # which goes dense
+        assert set(state.systems) == {"TopK", "Dense"}
 
 
 def test_a_rule_for_an_empty_leaf_is_no_error():

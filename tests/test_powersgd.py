@@ -140,22 +140,6 @@ def test_full_rank_is_the_dense_mean(iteration, matrix):
         assert (error < 2e-6) == (i in exact)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("iteration", some(FORMS, ("full",)))
-def test_gradients_of_low_rank_are_exact(iteration):
-    """All workers have the same two row directions. Exact at once, or when rows are projected."""
-    rng = np.random.default_rng(0)
-    n, m, workers, steps = 12, 10, 3, 4
-    shared = rng.normal(size=(2, m))
-    g = np.stack([rng.normal(size=(steps, n, 2)) @ shared for _ in range(workers)])
-    left, right = [rng.normal(size=(n, 2))], [rng.normal(size=(m, 2))]
-    outcomes = exchange(
-        bare(2, iteration, [Matrix(1, n, m)]), g.reshape(workers, steps, -1), left, right
-    )
-    for x, reduced in outcomes[1 :: 1 if iteration == "full" else 2]:
-        np.testing.assert_allclose(reduced.mean[0], np.asarray(x).mean(0), atol=1e-4)
-
-
 def noise(stack, rank, length):
     values = np.random.default_rng(9).uniform(-1, 1, (stack, rank, length))
     return jnp.asarray(values, jnp.float32)

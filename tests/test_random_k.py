@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training import scanned
 from workers import feedback_loop, mesh, on_workers, rows
 
-from jaxsparse import codecs, error_feedback, shard, traffic
+from jaxsparse import codecs, shard, traffic
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.quantize import Format
-from jaxsparse.systems import PowerSGD, Quantized, Staged, TopK, random_k
+from jaxsparse.systems import PowerSGD, Quantized, TopK, random_k
 from jaxsparse.systems.random_k import RandomK
 
 SIZE, STEPS = 61, 12
@@ -89,15 +88,6 @@ def test_sums_that_overflow_are_kept():
     assert not reduced.sent[:, 0, 4].any()
 
 
-@pytest.mark.slow
-def test_density_in_stages():
-    tx = error_feedback(
-        Staged((RandomK(0.5), RandomK(0.1)), (2,)), is_dense=lambda path, shape: False
-    )
-    found, _ = on_workers(lambda g: scanned(tx, g), 3, "vmap")(jnp.ones((3, 4, SIZE)))
-    np.testing.assert_array_equal((found != 0).sum(axis=-1), [[31, 31, 7, 7]] * 3)
-
-
 def lost_of(x, reduced):
     """The largest loss of an exchange, as a share of what went in."""
     workers = len(x)
@@ -170,8 +160,6 @@ def test_cocktail_sgd_sends_a_hundredth_of_the_bits():
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (lambda: RandomK(0.0), r"density=0.0 must lie in \(0, 1\]"),
-        (lambda: random_k(2.0), r"density=2.0 must lie in \(0, 1\]"),
         (lambda: RandomK(0.1, seed=0.5), "seed=0.5 must be an int"),
         (lambda: RandomK(0.1, reducer=3), "reducer=3 must be a reducer of flat vectors, such as"),
         (lambda: random_k(0.1, reducer=PowerSGD(2)), "must be a reducer of flat vectors, such as"),

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from supports import flat
 from workers import mesh as mesh_of, some
 
@@ -242,15 +241,6 @@ class TestRefused:
         step = run_on_workers(lambda state: state, 6, batch_argnums=())
         with pytest.raises(ValueError, match=r"for 8 workers.*jaxsparse\.reshard\(state, mesh\)"):
             step(state)
-
-
-def test_a_train_state_with_an_optimizer():
-    tx = optax.chain(jaxsparse.top_k(0.05, momentum=0.9), optax.adam(1e-3))
-    params = {"w": jnp.ones((40, 30))}
-    state = shard(TrainState.create(apply_fn=None, params=params, tx=tx), 4)
-    carried = reshard(state, 6)
-    assert carried.opt_state[0].momentum["w"].value.shape == (6, 40, 30)
-    assert carried.opt_state[1][0].mu["w"].shape == (40, 30)
 
 
 def test_an_nnx_state_and_a_restored_dictionary():

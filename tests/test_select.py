@@ -11,7 +11,6 @@ import pytest
 from workers import mesh, on_workers, rows, some
 
 from jaxsparse import select, sketch
-from jaxsparse.arrays import stream
 from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.select.compaction import compact_ranked, compact_rows
 
@@ -29,11 +28,6 @@ def test_top_k_is_exact(size, dtype):
         assert kept.indices.dtype == jnp.int32
 
 
-def test_to_dense_adds_duplicates_and_drops_the_sentinel():
-    s = stream.SparseStream(jnp.array([3, 0, 3, 5, 5]), jnp.array([1.0, 2.0, 4.0, 8.0, 16.0]))
-    np.testing.assert_array_equal(stream.to_dense(s, 5), [2, 0, 0, 5, 0])
-
-
 def test_a_matrix_is_refused():
     with pytest.raises(ValueError, match=r"x has shape \(2, 3\).*x.ravel\(\)"):
         select.top_k(jnp.ones((2, 3)), 1)
@@ -48,29 +42,14 @@ def positions(mask, capacity):
     return np.pad(taken, (0, capacity - len(taken)), constant_values=len(mask))
 
 
-@pytest.mark.parametrize("size", some([0, 1, 32, 33, 1025, 5003], [5003]))
+@pytest.mark.parametrize("size", some([0, 1, 32, 33, 1025, 5003, 2**18 + 77], [5003]))
 def test_compact_is_nonzero(size):
-    for capacity in sorted({0, 1, size // 2, size, size + 3}):
-        for share in (0.0, 0.02, 0.5, 1.0):
+    for capacity in sorted({0, 1, size // 50, size // 2, size, size + 3}):
+        for share in (0.0, 1e-3, 0.02, 0.5, 1.0):
             mask = np.random.default_rng(size).uniform(size=size) < share
             found = select.compact(jnp.asarray(mask), capacity)
             np.testing.assert_array_equal(found, positions(mask, capacity))
             assert found.dtype == jnp.int32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", some(range(3), [0]))
-@pytest.mark.parametrize("share", [1e-4, 0.01, 0.3])
-def test_compact_of_many_blocks(share, seed):
-    """Capacities that hold everything and that don't, and blocks without any element."""
-    size = 2**18 + 77
-    rng = np.random.default_rng(seed)
-    mask = rng.uniform(size=size) < share
-    mask[50_000:120_000] = False
-    mask[200_000:203_000] = True
-    for capacity in (1000, 10_000, 100_000):
-        found = select.compact(jnp.asarray(mask), capacity)
-        np.testing.assert_array_equal(found, positions(mask, capacity))
 
 
 def test_every_single_position_is_found():
@@ -183,7 +162,6 @@ DATA = {
     "stride of a tile": lambda rng, n: strided(rng, n, -(-n // 64)),
 }
 USUAL = ["normal", "rising", "negative zeros", "ties", "infinities", "denormal", "stride of a tile"]
-every_data = pytest.mark.parametrize("data", some(DATA, USUAL))
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
@@ -233,16 +211,6 @@ def test_fast_top_k_of_any_arrangement(data):
     shares = [energy_share(x, choose(seed)) for seed in range(10)]
     assert np.mean(shares) > 0.93
     assert np.min(shares) > 0.75
-
-
-@pytest.mark.slow
-@every_data
-def test_fast_top_k_gives_distinct_entries(data):
-    for size, k in ((5003, 50), (4096, 1), (20_000, 1250)):
-        x = make(data, size)
-        indices = check_stream(select.fast_top_k(x, k), x, k)
-        if data in ("one heavy", "rising", "falling", "linear"):
-            assert ranked(x)[0] in indices or data == "linear"
 
 
 @pytest.mark.parametrize(
@@ -359,10 +327,6 @@ def test_group_arguments_are_checked():
         select.group_top_k(x, 1, 0)
     with pytest.raises(ValueError, match="k=5 must lie between 1 and group_size=4"):
         select.group_top_k(x, 5, 4)
-    with pytest.raises(ValueError, match="k=0 must lie between"):
-        select.group_top_k(x, 0, 4)
-    with pytest.raises(ValueError, match=r"k=1.5 must be an int"):
-        select.group_top_k(x, 1.5, 4)
     with pytest.raises(ValueError, match=r"x has shape \(2, 5\).*x.ravel\(\)"):
         select.group_top_k(x.reshape(2, 5), 1, 4)
 

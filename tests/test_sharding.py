@@ -1,6 +1,4 @@
-"""Functions that a trainer needs: one pair for Optax, linen and nnx states, on every mesh."""
-
-import functools
+"""Functions that a trainer needs: one pair for all states, on every mesh."""
 
 import flax.linen as nn
 import jax
@@ -9,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from workers import mesh
 
@@ -18,8 +15,6 @@ from jaxsparse import PerWorker, local, shard, specs
 from jaxsparse.outer.parallel import run_on_workers
 
 P = PartitionSpec
-FEATURES = np.random.default_rng(0).normal(size=(24, 8)).astype(np.float32)
-LABELS = (FEATURES[:, 0] > 0).astype(np.int32)
 
 
 def transformation():
@@ -27,30 +22,6 @@ def transformation():
         jaxsparse.sketched_sgd(k=40, cols=60, momentum=0.9, is_dense=lambda p, s: len(s) < 2),
         optax.sgd(0.05),
     )
-
-
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2)(nn.relu(nn.Dense(64)(x)))
-
-
-def linen_state():
-    model = Linen()
-    params = model.init(jax.random.key(0), FEATURES[:1])["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=transformation())
-
-
-def linen_step(state, x, y):
-    def loss(params):
-        return cross_entropy(state.apply_fn({"params": params}, x), y)
-
-    value, gradient = jax.value_and_grad(loss)(local(state.params))
-    return state.apply_gradients(grads=gradient), jax.lax.pmean(value, "data")
 
 
 class Nnx(nnx.Module):
@@ -65,72 +36,6 @@ class Nnx(nnx.Module):
 def nnx_state():
     model = Nnx(nnx.Rngs(0))
     return nnx.split((model, nnx.Optimizer(model, transformation(), wrt=nnx.Param)))
-
-
-def nnx_step(graphdef):
-    def step(state, x, y):
-        model, optimizer = nnx.merge(graphdef, state)
-
-        def loss(params):
-            return cross_entropy(nnx.merge(structure, params)(x), y)
-
-        structure, params = nnx.split(model)
-        value, gradient = jax.value_and_grad(loss)(local(params))
-        optimizer.update(model, gradient)
-        return nnx.state((model, optimizer)), jax.lax.pmean(value, "data")
-
-    return step
-
-
-def setup(framework):
-    if framework == "linen":
-        return linen_step, linen_state()
-    graphdef, state = nnx_state()
-    return nnx_step(graphdef), state
-
-
-RUNS_ON = {
-    "auto": lambda: mesh(3),
-    "explicit": lambda: mesh(3, AxisType.Explicit),
-    "simulated": lambda: 3,
-}
-
-
-@functools.cache
-def train(framework, where):
-    step, state = setup(framework)
-    devices = RUNS_ON[where]()
-    state = shard(state, devices)
-    run = run_on_workers(step, devices, batch_argnums=(1, 2))
-    losses = []
-    for _ in range(6):
-        state, loss = run(state, FEATURES, LABELS)
-        losses.append(float(loss))
-    return losses, state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("framework", "where"),
-    [("linen", "auto"), ("linen", "explicit"), ("nnx", "auto"), ("nnx", "simulated")],
-)
-def test_a_trainer_learns(framework, where):
-    losses, state = train(framework, where)
-    assert losses[-1] < losses[0] - 0.1
-    values = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
-    }
-    residual = next(leaf for path, leaf in values.items() if "residual" in path)
-    assert residual.shape in ((3, 8, 64), (3, 64, 2))
-    assert np.any(np.asarray(residual)[0] != np.asarray(residual)[1])
-    if where != "simulated":
-        for path, leaf in values.items():
-            expected = P("data") if "per_worker" in path else P()
-            assert leaf.sharding.is_equivalent_to(
-                jax.sharding.NamedSharding(RUNS_ON[where](), expected), leaf.ndim
-            ), path
-    np.testing.assert_allclose(losses, train(framework, "auto")[0], rtol=1e-5)
 
 
 def test_specs_find_per_worker_arrays_by_type_and_by_path():
@@ -240,20 +145,6 @@ def test_per_worker_outputs_come_back_stacked(where):
     out = run(jnp.arange(6.0))
     np.testing.assert_array_equal(out["max"].value, [1, 3, 5])
     np.testing.assert_array_equal(out["mean"], 2.5)
-
-
-@pytest.mark.slow
-def test_gradients_at_replicated_parameters_would_be_summed_by_jax():
-    # If this fails, `local` is no longer needed.
-    def body(params, x):
-        gradient = jax.grad(lambda p: (p * x).sum())
-        return gradient(params), gradient(local(params))[None]
-
-    specs_out = (P(), P("data"))
-    run = jax.shard_map(body, mesh=mesh(3), in_specs=(P(), P("data")), out_specs=specs_out)
-    summed, own = run(jnp.float32(1), jnp.array([1.0, 2.0, 4.0]))
-    assert summed == 7
-    np.testing.assert_array_equal(own, [1, 2, 4])
 
 
 @pytest.mark.parametrize("where", [3, "mesh"])

@@ -123,20 +123,10 @@ def test_one_entry_of_a_tree_with_leaves_of_one_element_and_of_none(name):
     run(name, 1e-6, 3)
 
 
-@pytest.mark.parametrize("name", each(NAMES, []))
-def test_half_of_the_entries(name):
-    run(name, 0.5, 3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", each(NAMES, ("top_k",)))
 def test_hundreds_of_workers(name):
     run(name, 0.4, 256, (Leaf((2, 3), "float32"),))
-
-
-@pytest.mark.parametrize("name", each(NAMES, ()))
-def test_parameters_in_16_bits(name):
-    run(name, 0.1, 4, (Leaf((7, 9), "bfloat16"), Leaf((5,), "bfloat16")))
 
 
 def test_a_tree_of_empty_arrays_is_refused():

@@ -133,18 +133,6 @@ def test_the_reducer_exchanges_what_the_transformation_does(system, case):
         assert bytes_of(tx).received > 0
 
 
-@systems
-@pytest.mark.parametrize("density", some([0.01, 0.1], [0.1]))
-def test_a_density_has_settings(system, density):
-    """From them comes a reducer that can be traced."""
-    reducer = reducer_at(system.name, density, 2000)
-    mean = jax.eval_shape(
-        lambda x: reducer(x, reducer.init(2000), axis_name=None).mean,
-        jax.ShapeDtypeStruct((2000,), jnp.float32),
-    )
-    assert mean.shape == (2000,)
-
-
 # Systems whose formulas have words, or depend on more than settings.
 IN_WORDS = {
     "sparcml",

@@ -176,30 +176,6 @@ def test_the_sampled_count_varies_as_order_statistics():
         assert found.std() > 0.1 * deviation, name
 
 
-@pytest.mark.slow
-def test_energy_of_the_largest():
-    size, k = 2**16, 655
-    x = np.random.default_rng(0).normal(size=(6, size)).astype(np.float32)
-    x[3:] **= 3
-    best = np.sort(x**2, axis=1)[:, -k:].sum(1)
-
-    def energy(select):
-        kept = jax.jit(jax.vmap(select))(x)
-        values, indices = map(np.asarray, kept)
-        return np.sum(values**2, axis=1) / best, np.sum(indices < size, axis=1)
-
-    share, entries = energy(lambda row: bisection_top_k(row, k))
-    assert share.min() >= 0.999
-    assert (entries == k).all()
-    share, entries = energy(lambda row: sampled_top_k(row, k))
-    assert share.min() >= 0.99
-    assert entries.min() >= 0.95 * k
-    # A small sample may let too few pass, but what passes is large.
-    share, entries = energy(lambda row: sampled_top_k(row, k, samples=256))
-    assert share.min() >= 0.3
-    assert entries.max() <= k
-
-
 def test_where_all_are_alike_k_are_kept():
     kept = jax.jit(lambda x: sampled_top_k(x, 50))(jnp.full(LARGE, -2.0))
     assert distinct(kept, LARGE).tolist() == list(range(50))
@@ -258,11 +234,7 @@ def test_settings_are_checked():
         sampled_top_k(x, 1, samples=0)
     with pytest.raises(ValueError, match="samples='all' must be an int"):
         Sampled("all")
-    with pytest.raises(ValueError, match=r"seed=0\.5 must be an integer scalar"):
-        sampled_threshold(x, 1, seed=0.5)
     for select in sampled_threshold, sampled_top_k, threshold_top_k, bisection_threshold:
-        with pytest.raises(ValueError, match="k=6 must lie between 1 and the vector's size, 5"):
-            select(x, 6)
         with pytest.raises(ValueError, match="must be a vector"):
             select(jnp.ones((2, 2)), 1)
     with pytest.raises(ValueError, match=r"selection=Sampled is unknown|selection=<class"):
@@ -304,12 +276,3 @@ def test_nothing_is_lost_with_empty_slots(name):
         assert sent.any() or not mean.any()
         delivered += np.count_nonzero(mean[0])
     assert delivered > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("selection", ["sampled", "bisection"])
-def test_all_is_sent_at_density_1(selection):
-    x = np.random.default_rng(0).integers(-9, 9, (2, LARGE)).astype(np.float32)
-    reducer = TopK(1.0, selection=selection)
-    mean = on_workers(lambda x: reducer(x, (), axis_name="data").mean, 2, "vmap")(x)[0]
-    np.testing.assert_array_equal(mean, x.mean(0))

@@ -16,7 +16,7 @@ from workers import some
 
 import jaxsparse
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.traffic import Collective, Conditional, WireBytes, crossing, traced_bytes, wire_bytes
+from jaxsparse.traffic import crossing, traced_bytes, wire_bytes
 from jaxsparse.traffic.hlo import parse
 from jaxsparse.traffic.report import axes_crossed
 
@@ -144,16 +144,6 @@ def test_groups_that_no_set_of_axes_makes():
         )
         extents = {str(axis): int(extent) for axis, extent in enumerate(shape)}
         assert {int(axis) for axis in axes_crossed(extents, groups)} == crossed_by(groups, shape)
-
-
-def test_factors_of_an_axis_worked_by_hand():
-    eight = lambda factors: read(reduce(f"mesh['a'=8] {{{factors}}}"))
-    pairs = lambda *groups: {frozenset(group) for group in groups}
-    assert eight("'a':(1)2") == pairs((0, 4), (1, 5), (2, 6), (3, 7))
-    assert eight("'a':(2)2") == pairs((0, 2), (1, 3), (4, 6), (5, 7))
-    assert eight("'a':(4)2") == pairs((0, 1), (2, 3), (4, 5), (6, 7))
-    assert eight("'a':(1)2,'a':(4)2") == pairs((0, 1, 4, 5), (2, 3, 6, 7))
-    assert eight("'a':(2)4") == pairs(range(4), range(4, 8))
 
 
 @pytest.mark.parametrize(
@@ -305,18 +295,6 @@ def test_each_axis_counts_its_own_dearest_branch():
         loop(', backend_config={"known_trip_count":{"n":"3"}}'), mesh=AbstractMesh((2, 4, 1), AXES)
     )
     assert unused.across("tp").parts == ()
-
-
-def test_axes_of_the_cheaper_branch_are_shown():
-    def branch(axis, received):
-        only = Collective("all-gather", "g", ("u8[1]",), 2, 1, received, axes=(axis,))
-        return WireBytes((only,), AXES)
-
-    branches = branch("fsdp", 9), branch("hosts", 2)
-    moved = WireBytes((Conditional("c", 1, branches),), AXES)
-    assert moved.received == 9
-    received = {axes: each.received for axes, each in moved.by_axes.items()}
-    assert received == {("hosts",): 2, ("fsdp",): 9}
 
 
 def test_crossing_lists_all_branches_and_loops_without_end():

@@ -391,43 +391,6 @@ def test_unknown_sizes_raise(printed):
         parse_type(printed)
 
 
-def loop(operand, config, body_op="all-reduce"):
-    body = f"""
-%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {{
-  %p = (s32[], f32[16]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  %v = f32[16]{{0}} get-tuple-element(%p), index=1
-  %m = f32[16]{{0}} {body_op}(%v), {GROUPS}, to_apply=%add, metadata={{op_name="in the loop"}}
-  ROOT %t = (s32[], f32[16]{{0}}) tuple(%next, %m)
-}}
-
-%condition (q: (s32[], f32[16])) -> pred[] {{
-  %q = (s32[], f32[16]{{0}}) parameter(0)
-  %j = s32[] get-tuple-element(%q), index=0
-  %limit = s32[] constant(11)
-  ROOT %less = pred[] compare(%j, %limit), direction=LT
-}}
-"""
-    return hlo(
-        f"%start = (s32[], f32[16]{{0}}) tuple({operand}, %x)",
-        f"%w = (s32[], f32[16]{{0}}) while(%start), condition=%condition, body=%body{config}",
-        "ROOT %o = f32[16]{0} get-tuple-element(%w), index=1",
-        before=body,
-    )
-
-
-def test_literal_trip_counts():
-    known = ', backend_config={"known_trip_count":{"n":"4"}}'
-    escaped = ', backend_config="{\\"known_trip_count\\":{\\"n\\":\\"6\\"}}"'
-    assert wire_bytes(loop("%n", known)).rounds == 4
-    assert wire_bytes(loop("%n", escaped)).rounds == 6
-    assert wire_bytes(loop("%n", "", body_op="custom-call")) == WireBytes()
-    with pytest.raises(ValueError, match=r"while 'w'.*'in the loop'.*is not known"):
-        wire_bytes(loop("%n", ""))
-
-
 BRANCHES = f"""
 %exchange (p: f32[16]) -> f32[16] {{
   %p = f32[16]{{0}} parameter(0)

@@ -34,7 +34,7 @@ from jaxsparse.comm.links import Link, rounds
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.planner import Moved
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.systems import GTopK, SparCML, SparDL, TopK
+from jaxsparse.systems import GTopK, SparDL, TopK
 from jaxsparse.traffic import traced_bytes, wire_bytes
 
 SIZE = 3001
@@ -127,14 +127,6 @@ def test_dense_leaves_and_the_flag_are_counted():
         "all_gather",
     }
     assert moved.collectives[0].shapes == ("f32[202]",)
-
-
-@pytest.mark.slow
-def test_many_workers():
-    reducer = SparCML(k=1, group_size=64, algorithm="ring")
-    moved = traced_bytes(reducer, 4096, 128)
-    traffic = sparse_ring_traffic(64, 4096, 128)
-    assert (moved.rounds, moved.received) == (traffic.rounds, 4 * traffic.words)
 
 
 K, LENGTH = 840, 84_000  # K is a multiple of all numbers of workers: nothing is rounded up

@@ -1,5 +1,7 @@
 """States inside flax.nnx Variables: trainers ask these how to spread and restore them."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,40 +119,23 @@ def test_a_trainer_restores_each_array_where_it_was(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loop_without_an_optimizer_object_gets_variables_back():
-    where = mesh()
-    with jax.set_mesh(where), jax.numpy_dtype_promotion("standard"):
-        model = Model(nnx.Rngs(0))
-        params, tx = nnx.state(model, nnx.Param), transformation("ef21_sgdm", where)
-        pure = nnx.as_pure(params)
-        run = run_on_workers(
-            lambda grads, state: tx.update(grads, state),
-            where,
-            axis_name="hosts",
-            batch_argnums=(),
-        )
-        updates, state = run(params, tx.init(params))
-        plain, _ = run(pure, tx.init(pure))
+@pytest.mark.parametrize("name", ["per_worker", "ef21_sgdm"])
+@pytest.mark.parametrize("where", ["mesh", "simulated"])
+def test_a_loop_without_an_optimizer_object_gets_variables_back(where, name):
+    on_mesh = mesh() if where == "mesh" else None
+    context = jax.set_mesh(on_mesh) if on_mesh else contextlib.nullcontext()
+    with context, jax.numpy_dtype_promotion("standard"):
+        model = Model(nnx.Rngs(0)) if on_mesh else nnx.Linear(32, 64, rngs=nnx.Rngs(0))
+        params, tx = nnx.state(model, nnx.Param), transformation(name, on_mesh)
+        step = lambda grads, state: tx.update(grads, state)
+        run = run_on_workers(step, on_mesh or 2, axis_name="hosts", batch_argnums=())
+        start = lambda params: jaxsparse.shard(tx.init(params), on_mesh or 2, "hosts")
+        updates, state = run(params, start(params))
+        plain, _ = run(nnx.as_pure(params), start(nnx.as_pure(params)))
     assert jax.tree.structure(updates) == jax.tree.structure(params)
-    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    assert jax.tree.structure(state) == jax.tree.structure(start(params))
     for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["per_worker", "ef21_sgdm"])
-def test_simulated_workers_take_variables_too(name):
-    with jax.numpy_dtype_promotion("standard"):
-        params = nnx.state(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Param)
-        tx = transformation(name, None)
-        run = run_on_workers(
-            lambda state, grads: tx.update(grads, state)[::-1], 2, axis_name="hosts"
-        )
-        grads = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
-        state = jaxsparse.shard(tx.init(params), 2, "hosts")
-        for _ in range(2):
-            state, updates = run(state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), grads))
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 
 def test_arrays_stay_arrays_where_parameters_are():

@@ -31,20 +31,9 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """The rate of a link in one direction, such as `100mbit` or `1gbit`, or `none` for unshaped.
+    """The rate of a link in one direction, such as `100mbit` or `1gbit`, or `none` for unshaped."""
 
-    Attributes:
-        name: the rate as `tc` takes it.
-
-    Raises:
-        ValueError: the name is not understood.
-
-    Example:
-        >>> Rate("100mbit").bits, Rate("none").bits
-        (100000000.0, None)
-    """
-
-    name: str
+    name: str  # as `tc` takes it
 
     def __post_init__(self):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", self.name)
@@ -88,15 +77,10 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Hosts that are up.
+    """Hosts that are up."""
 
-    Attributes:
-        hosts: number of hosts.
-        rate: rate of each link, either way.
-    """
-
-    hosts: int
-    rate: Rate
+    hosts: int  # number of hosts
+    rate: Rate  # of each link, either way
 
     @staticmethod
     def name(host: int) -> str:
@@ -143,10 +127,6 @@ def cluster(hosts: int, rate: Rate) -> Iterator[Cluster]:
     """Hosts that exist inside the block, whatever ends it.
 
     It first removes hosts that an earlier run left behind because it was killed.
-
-    Args:
-        hosts: number of hosts, 2 to 200.
-        rate: rate of each link.
 
     Raises:
         ValueError: `hosts` is out of range.

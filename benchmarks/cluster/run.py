@@ -31,6 +31,7 @@ from records import Records
 from jaxsparse.__main__ import count
 
 _FOLDER = Path(__file__).parent
+_STORE = Path.home() / ".cache" / "jaxsparse" / "cluster"  # of compiled programs
 _TRAIN = _EXAMPLES / "multihost" / "train.py"
 # Settings of glibc that leave freed memory with the process, as on accelerators. Otherwise it gives
 # large arrays back at once, and page faults are up to 40 % of an exchange's computing time.
@@ -78,9 +79,6 @@ def flags() -> argparse.ArgumentParser:
     add("--json", type=Path, default=Path("cluster.json"), help="results, which are added to those "
         "that are there (default: cluster.json)")  # fmt: skip
     add("--missing", action="store_true", help="only what this file does not have yet")
-    add("--store", type=Path, default=Path.home() / ".cache" / "jaxsparse" / "cluster",
-        help="folder that keeps compiled programs")  # fmt: skip
-    add("--timeout", type=float, default=3600.0, help="limit in seconds (default: 3600)")
     add("--no-pin", action="store_true", help="leave scheduling to the kernel, see README.md")
     add("script", nargs="*", metavar="-- SCRIPT", help="of Python, and its arguments")
     return parser
@@ -125,14 +123,14 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if not cells:
             print(f"{args.json} has all of them already")
             return 0
-    args.store.mkdir(parents=True, exist_ok=True)
-    args.store.chmod(0o700)
+    _STORE.mkdir(parents=True, exist_ok=True)
+    _STORE.chmod(0o700)
     plan = {
         "cells": cells,
         "rate": args.rate.name,
         "repeats": args.repeats,
         "seconds": args.seconds,
-        "store": str(args.store.resolve()),
+        "store": str(_STORE),
         "results": str(args.json.resolve()),
     }
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -176,7 +174,7 @@ def start(args: argparse.Namespace, *script: str) -> Outcome:
         return launch(
             (sys.executable, *script),
             args.hosts,
-            timeout=args.timeout,
+            timeout=3600.0,
             env={**_MEMORY, **os.environ, "JAX_PLATFORMS": "cpu"},
             wrap=before,
             host=up.address(0),
