@@ -54,3 +54,9 @@ def test_names_lead_to_what_there_is():
     others = [text for path, text in TEXTS.items() if path.name != "CHANGELOG.md"]  # of the past
     for name in {name for text in others for name in NAME.findall(text)}:
         pkgutil.resolve_name(name)
+
+
+def test_commands_name_tests_that_there_are():
+    for path, text in TEXTS.items():
+        for file, word in re.findall(r"pytest (tests/\w+\.py)[^`\n]*? -k (\w+)", text):
+            assert re.search(rf"^def test\w*{word}", (ROOT / file).read_text(), re.MULTILINE), path
