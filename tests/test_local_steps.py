@@ -306,8 +306,8 @@ def test_fragments_take_turns_as_in_maxtext():
 
 
 def test_rows_of_stacks_are_dealt_out_as_layers_are():
-    shapes = {"['head']": (4,), "['scan']['k']": (5, 2), "['scan']['b']": (5,), "['last_7']": ()}
-    found = outer.Streaming(3, stacked="scan").of(shapes)
+    shapes = {"['head']": (4,), "['scan']['k']": (5, 2, 3), "['scan']['b']": (5,), "['last_7']": ()}
+    found = outer.Streaming(3).of(shapes)  # the name says so
     strided = {"['scan']['k']": slice(0, 5, 2), "['scan']['b']": slice(0, 5, 2)}
     assert found[0] == {"['head']": None}
     assert found[1] == strided  # rows 0, 2, 4
@@ -317,9 +317,10 @@ def test_rows_of_stacks_are_dealt_out_as_layers_are():
     np.testing.assert_array_equal(found[1].pop("['scan']['k']"), [0, 1, 4])
     assert not found[1]
     assert found[0]["['scan']['k']"] == slice(2, 4, 1)
-    for pattern, match in (("sc.?$", "matches no leaf"), ("last", r"leaf\['last_7'\], a scalar")):
-        with pytest.raises(ValueError, match=match):
+    for pattern in ("sc.?$", "last"):  # no leaf, and one that is no stack
+        with pytest.raises(ValueError, match="matches no leaf of three or more dimensions"):
             outer.Streaming(2, stacked=pattern).of(shapes)
+    assert outer.Streaming(2, stacked=None).of(shapes)[0] == dict.fromkeys([*shapes][:3])
     with pytest.raises(ValueError, match=r"no leaf is left for fragment 1.*stacked="):
         outer.Streaming(2).of({"['scan']": (5, 2)})
 
@@ -335,7 +336,7 @@ def test_layers_that_are_stacked_stream_as_in_numpy(way):
         where = mesh((2, 2))
         overlap, mixing, cut = 1, 0.25, {"head": P(), "layers": P(None, None, "fsdp")}
         start = {n: jax.device_put(x, NamedSharding(where, cut[n])) for n, x in start.items()}
-    streaming = outer.Streaming(3, overlap, mixing, stacked="layers")
+    streaming = outer.Streaming(3, overlap, mixing)
     train = LocalSteps(walk, *diloco(), where, every=4, streaming=streaming)
     found, own, state = run(train, tree, (start, jnp.int32(0)))
     rows = np.arange(24, 144).reshape(5, 24)

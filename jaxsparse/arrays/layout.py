@@ -8,6 +8,7 @@ leaves are in neither.
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,16 @@ _KNOWN = 16
 
 # A function of one leaf's key path, as jax.tree_util.keystr prints it, and of its shape.
 IsDense = Callable[[str, tuple[int, ...]], bool]
+
+
+# Names that frameworks and trainers give to layers which a scan has stacked: "layers", "blocks",
+# linen's "ScanBlock_0". A name with a number behind it is one layer of a list.
+SCANNED = r"(?i)\b(scan\w*|stack\w*|layers|blocks)\b(?!\W*\d)"
+
+
+def is_stack(path: str, shape: Sequence[int], pattern: str | None) -> bool:
+    """Whether a leaf is a stack of matrices along its first axis, one for each layer of a scan."""
+    return pattern is not None and len(shape) > 2 and re.search(pattern, path) is not None
 
 
 def small_or_vector(path: str, shape: tuple[int, ...]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from jaxsparse.arrays.layout import SCANNED, is_stack
 from jaxsparse.arrays.settings import static_float, static_int
 
 _NUMBER = re.compile(r"\d+")
@@ -38,10 +39,11 @@ class Streaming:
             after the beginning that all paths share. Leaves without a number (embedding, head,
             norms) are fragment 0, and the other fragments share the layers. If all leaves have a
             number, all fragments do.
-        stacked: a regular expression. A leaf whose key path contains a match holds layers along its
-            first axis, such as those of a scanned model, and is cut there: its rows are dealt out
-            as leaves of single layers are. A function as `split` sees each row's path, which is the
-            leaf's with "[0]", "[1]", ... behind. None: leaves are not cut.
+        stacked: a regular expression, by default that of `jaxsparse.powersgd`. A leaf of three or
+            more dimensions whose key path contains a match holds layers along its first axis, and
+            is cut there: its rows are dealt out as leaves of single layers are. So is a vector of
+            each layer beside it. A function as `split` sees each row's path, which is the leaf's
+            with "[0]", "[1]", ... behind. None: leaves are not cut.
 
     The paper sends displacements in 4 bits, as powers of two, without error feedback:
     `jaxsparse.quantized("e3m0", decay=0)`. Any other exchange serves as well.
@@ -51,7 +53,7 @@ class Streaming:
     overlap: int = 1
     mixing: float | None = None
     split: Callable[[str], int] | None = None
-    stacked: str | None = None
+    stacked: str | None = SCANNED
 
     def __post_init__(self):
         for name in ("fragments", "overlap"):
@@ -80,8 +82,8 @@ class Streaming:
             leaves: the shape of each leaf, by its key path.
 
         Raises:
-            ValueError: a fragment is left without a leaf, the function returns none, or `stacked`
-                matches no leaf, or one without rows.
+            ValueError: a fragment is left without a leaf, the function returns none, or a pattern
+                of the user's own matches no stack.
         """
         stacks = self._stacks(leaves)
         rows_of = lambda path: range(stacks[path]) if path in stacks else (None,)
@@ -105,17 +107,22 @@ class Streaming:
 
     def _stacks(self, leaves: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """The number of rows of each stacked leaf."""
-        if self.stacked is None:
-            return {}
-        found = {path: shape for path, shape in leaves.items() if re.search(self.stacked, path)}
-        if wrong := next((path for path, shape in found.items() if not shape), None):
+        pattern = self.stacked
+        heights = {shape[0] for path, shape in leaves.items() if is_stack(path, shape, pattern)}
+        if pattern not in (None, SCANNED) and not heights:
             raise ValueError(
-                f"stacked={self.stacked!r} matches leaf{wrong}, a scalar, which has no axis of "
-                "layers: give a pattern of stacked leaves alone"
+                f"stacked={pattern!r} matches no leaf of three or more dimensions: the leaves are "
+                f"{dict(leaves)}"
             )
-        if not found:
-            raise ValueError(f"stacked={self.stacked!r} matches no leaf: the paths are {[*leaves]}")
-        return {path: shape[0] for path, shape in found.items()}
+        # A stack of matrices has a scale or bias for each layer beside it.
+        return {
+            path: shape[0]
+            for path, shape in leaves.items()
+            if pattern is not None
+            and shape[:1]
+            and shape[0] in heights
+            and re.search(pattern, path)
+        }
 
     def _chosen(self, units: Sequence[tuple[str, int | None]]) -> list[int]:
         choose: Any = self.split

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,11 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxsparse.arrays.layout import SCANNED, is_stack
 from jaxsparse.reducers.base import Leaf, Reducer
-
-# Names that frameworks and trainers give to layers which a scan has stacked: "layers", "blocks",
-# linen's "ScanBlock_0". A name with a number behind it is one layer of a list.
-SCANNED = r"(?i)\b(scan\w*|stack\w*|layers|blocks)\b(?!\W*\d)"
 
 
 class Matrix(NamedTuple):
@@ -75,9 +71,8 @@ class MatrixReducer(Reducer):
         64 rows.
         """
         shape = leaf.shape
-        is_named = self.stacked is not None and re.search(self.stacked, leaf.path) is not None
-        is_stack = is_named and len(shape) > 2
-        stack, shape = (shape[0], shape[1:]) if is_stack else (1, shape)
+        is_cut = is_stack(leaf.path, shape, self.stacked)
+        stack, shape = (shape[0], shape[1:]) if is_cut else (1, shape)
         cuts = [*range(len(shape) - 1, 0, -1)] or [0]  # vectors are one row
         sides = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in cuts]
         return Matrix(stack, *min(sides, key=sum))
