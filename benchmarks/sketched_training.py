@@ -289,7 +289,8 @@ def sizes(args: argparse.Namespace) -> dict[str, int]:
 def draw(path: str, chosen: dict[str, Row], args: argparse.Namespace, file: File) -> None:
     """The training loss of each row's best rate against steps, a band for its seeds.
 
-    A curve's mark is at (d / k)^2 steps, before which no theorem promises the rate of SGD.
+    A curve has a mark, or its label says so, where theory begins to promise the rate of SGD: at
+    (d / k)^2 steps.
     """
     size = sum(x.size for x in init(0, args.width).values())
     figure, axes = matplotlib.pyplot.subplots(figsize=(8, 4.5))
@@ -301,10 +302,10 @@ def draw(path: str, chosen: dict[str, Row], args: argparse.Namespace, file: File
         )
         losses = np.array([run["losses"] for run in runs if run["rate"] == best["rate"]])
         steps = args.steps * (np.arange(losses.shape[1]) + 0.5) / losses.shape[1]
-        label = f"{name}: {len(losses)} seeds, rate {best['rate']:g}"
+        label = f"{name}: rate {best['rate']:g}, seeds: {len(losses)}"
         mark = (size / row.k) ** 2 if row.k else 0
         if mark > args.steps:
-            label += f"; mark beyond, at {mark:,.0f} steps"
+            label += f", (d / k)² = {mark:,.0f} steps"
         (line,) = axes.plot(steps, losses.mean(0), label=label)
         if 0 < mark <= args.steps:
             axes.plot(mark, np.interp(mark, steps, losses.mean(0)), "o", color=line.get_color())

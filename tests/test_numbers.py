@@ -55,6 +55,8 @@ def pages():
         nets.setdefault((run["row"], run["steps"], run["width"]), {}).setdefault(run["rate"], []).append(run["held_out"])
     words = lambda x, n=1200: min(np.mean(y) for y in nets[x, n, 168].values() if len(y) == 3)
     long = lambda x: words(x, 9600)
+    once = lambda x: min(*map(np.mean, nets[x, 60_000, 168].values()), np.inf)
+    SHAPE = "sketched, k=d/900", "dense", "true top-k, k=d/900", "random-k, words of k=d/900, decay 0"
     grid = {x["name"]: x for x in load("results/sketch_sizing")["results"] if (x["hidden"], x["ratio"]) == (128, 10)}
     sized = lambda *names: [100 * grid[x][key] for x in names for key in ("right", "deviation")]
     hosts = {(x["system"], x["params"], x["density"]): 1e3 * x["seconds"]
@@ -62,6 +64,11 @@ def pages():
              if (x["what"], x["hosts"], x["rate"]) == ("exchange", 8, "100mbit")}
     host = lambda *names: [hosts[name, 16_000_000, 0.01] for name in names]
     big = lambda *names: [hosts[name, 24_000_000, 0.03125] for name in names]
+    rest = {(x["what"], x["system"], x["density"]): x for x in load("cluster/results")["rows"]
+            if (x["params"], x["hosts"], x["rate"]) == (16_000_000, 8, "100mbit")}
+    step = lambda share, *names, key="seconds", what="step": [1e3 * rest[what, x, share][key] for x in names]
+    wait = functools.partial(step, key="predicted_network_seconds")
+    OTHERS = "spardl", "top_k", "ok_topk", "gtopk"
     cml = lambda name, share=0.1: hosts["dense", 10**6, 0.1] / hosts[name, 10**6, share]
     ms = {x: y["ms"][3] for x, y in load("results/gpu")["kernels"].items()}  # at 2^27
     sent = {x["method"]: x["words"] for x in load("results/quantized")["results"]}
@@ -113,6 +120,7 @@ def pages():
     ], "docs/papers.md": [
         ("1,026,816 parameters ends at", ".3f", *map(words, ("sketched 10x", "true top-k, k of 10x", "dense", "random-k 10x, decay 0", "random-k 10x"))),
         ("our 20x, the paper's 36x,", ".3f", words("sketched 20x") - words("dense"), long("sketched 20x") - long("dense"), *map(long, ("sketched 20x", "dense", "true top-k, k of 20x", "random-k 20x, decay 0"))),
+        ("15 rows, P = 16; 21x) ends at", ".3f", *(words(x, 19_200) for x in SHAPE), *map(once, SHAPE)),
         ("on digits as published:", ".1f", *sized(*SKETCHED, "sketched_sgd(10), decay 0.5")),
         ("(the paper has SGD):", ".3f", *(mapped(f"adamw, {x}") for x in ("updates, sketched 20x", "gradients, dense", "updates, random 1/20"))),
         ("on the convolutional net: ", ".3f", *map(words, ("true top-k, k of 20x", "true top-k, k of 10x", "dense", "true top-k, k of 5x"))),
@@ -126,7 +134,9 @@ def pages():
         ("gains a constant factor at most", ".1f", cml(DSAR, 0.01)),
         ("as dense on digits,", "", *two(*cost(*(f"SparCML, {x} of 512, behind Adam" for x in (8, 16)))), *three(loss("dense"))), ("`group_top_k` takes", ".2f", ms["group_top_k"]),
         ("faster than Ok-Topk's (Figs. 8, 10)", ".0f", *(hosts[x, 4 * 10**6, 0.01] for x in ("spardl_packed", PACKED, f"{PACKED}:1.5"))),
-        ("faster than TopkA (VGG-19", ".0f", *host("spardl", "top_k")), ("faster than gTopk on", ".0f", *host("spardl", "gtopk")),
+        ("faster than TopkA, 6.4", ".0f", *host("spardl", "top_k"), *wait(0.01, "spardl", "top_k", what="exchange"), *(hosts[x, 10**6, 0.01] for x in ("spardl", DSAR))),
+        ("0.3.0's steps took", ".0f", *step(0.01, *OTHERS), *step(0.001, *OTHERS)), ("network's parts are", ".0f", *wait(0.01, *OTHERS)),
+        ("Whole steps of 0.3.0:", ".0f", *step(0.01, "dragonn", "dgc"), *step(0.001, "dragonn", "dgc")),
         ("the same, on a language model", ".3f", *behind("SparDL", "top-k"), loss("dense")),
         ("on an H100 at 2^27 a compaction takes", ".3f", ms["compact"], ms["hash_extract"]), ("at as many bytes: DGC takes", "", *three(ms["sampled_top_k"], ms["hash_extract"], ms["slot_max"]), f"{100 - 100 * ms['slot_max'] / ms['sampled_top_k']:.0f}"),
         ("for `lax.top_k`,", "", *two(ms["lax.top_k"]), f"{ms['threshold_top_k']:.3f}"),
