@@ -133,7 +133,7 @@ def large() -> training.Task:
 
 def compare_times(mesh: Mesh) -> None:
     task, steps = large(), dict[str, Callable[[], Any]]()
-    names = ("dense", "dense" + BY_XLA, "int4", "zero1, int4")
+    names = ("dense", "dense" + BY_XLA, "int4", "int4" + BY_XLA, "zero1, int4")
     runs = {name: Run(name, task, mesh) for name in names}
     table: list[tuple[str, ...]] = [("exchange", "compile s", "peak", "over dense")]
     for name, run in runs.items():
