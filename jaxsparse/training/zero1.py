@@ -81,10 +81,14 @@ def zero1(
     It stands for `optax.chain(jaxsparse.quantized("int4"), optax.adamw(1e-3))`. Each worker has all
     parameters, as there, and 1/W of the moments. Worker w owns part w of each leaf, along the first
     axis that W divides. It receives (W - 1)/W d (bits / 8 + scale bits / (8 group_size)) bytes of
-    gradients, and as many of updates: those of `quantized`. The optimizer sees ordinary arrays in
-    the parameters' shapes, cut over the workers: masks, weight decay, norms and clips mean what
-    they mean in Optax. It should be elementwise, but for norms; others work, and XLA gathers what
-    they need.
+    gradients, and as many of updates: those of `quantized`. It keeps a float32 residual of all
+    compressed leaves, as there. The optimizer sees ordinary arrays in the parameters' shapes, cut
+    over the workers, so masks, weight decay, norms and clips are those of Optax. It should be
+    elementwise, but for norms. For others XLA gathers what they need; on Explicit axes they fail.
+
+    Updates are rounded behind the optimizer, and what is lost comes with the next ones. So what
+    bounds parameters, such as `optax.keep_params_nonnegative`, stands behind `zero1` in a chain,
+    where updates are whole. So does what freezes them, if `back` has no zero ("sign", "int2").
 
     A leaf without an axis that W divides travels as in `quantized`, and its moments are whole. So
     are those of dense leaves, whose gradients are averaged in float32. A step with a gradient that
@@ -105,7 +109,9 @@ def zero1(
 
     Returns:
         A transformation of gradients with a row for each worker. Its updates are whole, and equal
-        on all workers, in the parameters' dtypes.
+        on all workers, in the optimizer's dtypes. `init` places the state if it sees parameters on
+        the mesh, or inside of `jax.jit` if `mesh` or `jax.set_mesh` tells it. The state counts
+        skipped steps; `jaxsparse.diagnose` does not read it.
 
     Raises:
         ValueError: settings are out of range. From `init` and `update`: no mesh is known, or the
@@ -131,8 +137,8 @@ def zero1(
 
     def init(params: Any) -> Zero1State:
         bare, in_variables = marks.without_variables(params), marks.has_variables(params)
-        start = inside.init(bare)
         if marks.is_stand_in(params):
+            start = inside.init(bare)
             return Zero1State(jnp.int32(0), jnp.int32(0), start, jnp.int32(0), ())
         _refuse_bound(axis_name)
         at = meshes.place_rows(params, axis_name, mesh, workers, specs)
@@ -148,7 +154,7 @@ def zero1(
                 parts.names[i]: zeros(parts.shapes[i], parts.owner_spec(i))
                 for i in parts.compressed
             },
-            optimizer=parts.placed(start, found, in_variables),
+            optimizer=parts.started(inside.init, bare, found, in_variables),
             skipped=zeros((), PartitionSpec(), jnp.int32),
             placement=placement.named if placement else (),
         )
@@ -396,14 +402,30 @@ class _Parts:
         shape, axis = self.local[leaf], self.axes[leaf]
         return (*shape[:axis], self.workers, shape[axis] // self.workers, *shape[axis + 1 :])
 
+    def started(
+        self, init: Callable[[Any], Any], params: Any, mesh: AnyMesh | None, in_variables: bool
+    ) -> Any:
+        """The optimizer's first state."""
+        is_placed = lambda x: isinstance(getattr(x, "sharding", None), NamedSharding)
+        on_mesh = lambda x: not isinstance(x, Tracer) and is_placed(x)
+        if isinstance(mesh, Mesh) and all(map(on_mesh, jax.tree.leaves(params))):
+            # No device ever holds all of it.
+            shapes = jax.eval_shape(init, params)
+            put = lambda path, x: NamedSharding(mesh, spec_like(path, x, self._specs))
+            init = jax.jit(init, out_shardings=tree_map_with_path(put, shapes))
+        return self.placed(init(params), mesh, in_variables)
+
+    @property
+    def _specs(self) -> dict[tuple[KeyPath, tuple[int, ...]], PartitionSpec]:
+        """The partitions of arrays that have the name and shape of a leaf."""
+        each = enumerate(zip(self.paths, self.shapes))
+        return {(path, shape): self.owner_spec(i) for i, (path, shape) in each}
+
     def placed(self, state: Any, mesh: AnyMesh | None, in_variables: bool = False) -> Any:
         """The optimizer's state with its moments cut over their owners."""
         if mesh is None:
             return state
-        specs = {
-            (path, shape): self.owner_spec(i)
-            for i, (path, shape) in enumerate(zip(self.paths, self.shapes))
-        }
+        specs = self._specs
 
         def put(path: KeyPath, x: Any) -> Any:
             spec = spec_like(path, x, specs)
