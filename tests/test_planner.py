@@ -104,7 +104,7 @@ def test_computing_was_predicted_on_real_gpus():
 
     for every, *cells in rows:
         for bits, cell in zip((50e6, 200e6, 1e9, 5e9), cells, strict=True):
-            published, told = map(float, cell.split("/"))
+            published, told, _ = map(float, cell.split("/"))  # the last is of emulated hosts
             assert told == pytest.approx(computing("dense", int(every), bits, 2.3), abs=0.0051)
             ratios.append(told / published)
     few, most, middle = min(ratios), max(ratios), float(np.median(ratios))
