@@ -79,6 +79,15 @@ def is_exchange(state: Any) -> bool:
     )
 
 
+def check_made(state: Any, kind: type) -> None:
+    """Raises ValueError unless a transformation whose states are of this kind made the state."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"the state was made for another transformation: it is a {type(state).__name__}, and "
+            f"no {kind.__name__}. Pass the state that init(params) of this transformation made"
+        )
+
+
 _OF_LEAVES = ("residual", "momentum", "reducers", "pending", "placement")
 
 

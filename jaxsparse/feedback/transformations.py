@@ -43,6 +43,7 @@ from jaxsparse.feedback.store import (
     ErrorFeedbackState,
     StateStore,
     accumulator,
+    check_made,
     has_nothing,
     without_params,
 )
@@ -250,12 +251,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         **extra_args: Any,
     ) -> tuple[Any, ErrorFeedbackState]:
         del extra_args
-        if not isinstance(state, ErrorFeedbackState):
-            raise ValueError(
-                f"the state was made for another transformation: it is a {type(state).__name__}, "
-                "and no ErrorFeedbackState. Pass the state that init(params) of this "
-                "transformation made"
-            )
+        check_made(state, ErrorFeedbackState)
         if has_nothing(updates, state):
             return updates, state
         is_bound = wire.is_bound(axis_name)  # so this is one worker's code

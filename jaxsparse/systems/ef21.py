@@ -16,6 +16,7 @@ from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.feedback import ErrorFeedbackState
 from jaxsparse.feedback.options import check_momentum, part, skipped_update
+from jaxsparse.feedback.store import check_made
 from jaxsparse.feedback.transformations import ErrorFeedback
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.systems.table import system
@@ -133,11 +134,7 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: Any, state: EF21State, params: Any = None, **extra_args: Any
     ) -> tuple[Any, EF21State]:
-        if not isinstance(state, EF21State):
-            raise ValueError(
-                f"the state was made for another transformation: it is a {type(state).__name__}, "
-                "and no EF21State. Pass the state that init(params) of ef21_sgdm made"
-            )
+        check_made(state, EF21State)
         is_bound = wire.is_bound(axis_name)
         if is_bound:
             wire.Axes(axis_name).check(updates)

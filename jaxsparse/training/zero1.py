@@ -33,6 +33,7 @@ from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import agreed, select
 from jaxsparse.feedback.rows import check_rows, one_workers
 from jaxsparse.feedback.sharded import exchanged_specs
+from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize import Format, FormatName, Scale, check_feedback
 from jaxsparse.systems.quantized import Quantized
 from jaxsparse.training.per_worker import spec_like
@@ -162,16 +163,12 @@ def zero1(
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Zero1State]:
-        if not isinstance(state, Zero1State):
-            raise ValueError(
-                f"the state was made for another transformation: it is a {type(state).__name__}, "
-                "and no Zero1State. Pass the state that init(params) of this transformation made"
-            )
+        check_made(state, Zero1State)
         if params is None:
             raise ValueError("params=None: zero1 needs tx.update(grads, state, params)")
         _refuse_bound(axis_name)
         updates = split_unreduced(updates, axis_name)
-        one_workers(updates, state, params, axis_name)  # type: ignore[arg-type]
+        one_workers(updates, state, params, axis_name)
         count, found = meshes.find_workers((updates, state, params), axis_name, mesh, workers)
         check_rows(updates, state, count, axis_name)
         placement = Placement.of(state.placement)
