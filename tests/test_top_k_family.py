@@ -9,7 +9,7 @@ from supports import SUPPORTS, run, shares_by_quarter, total, vectors
 from workers import finished, on_workers, rows, some
 
 from jaxsparse import codecs
-from jaxsparse.collectives.ok_topk import Regions, about_top_k
+from jaxsparse.collectives.ok_topk import Regions, _quotas, about_top_k
 from jaxsparse.systems import GTopK, OkTopk, Staged
 
 SIZE = 61
@@ -110,6 +110,13 @@ def test_ok_topk_delivers_all_sums_if_there_are_fewer_than_k():
     np.testing.assert_array_equal(total(reduced, 1), x.sum((0, 1)))
     assert not reduced.residual.any()
     assert not reduced.info.overflow.any()
+
+
+def test_owners_hand_on_in_proportion_what_is_within_the_limit():
+    quotas = lambda *counts: _quotas(jnp.int32(counts), jnp.int32(sum(counts)), 5).tolist()
+    assert quotas(6, 3, 1) == [3, 1, 0]
+    assert quotas(3, 3, 3, 3, 3) == [1, 1, 1, 1, 1]
+    assert quotas(0, 4, 1) == [0, 4, 1]  # all fit
 
 
 @pytest.mark.slow
