@@ -301,6 +301,7 @@ def large_groups():
     yield "one tied group", np.where(np.arange(size) // 4096 == 2, 1, normal)
     yield "zeros", np.zeros(size)
     yield "columns of a matrix", normal * (1 + 50 * (np.arange(size) % 256 < 9))
+    yield "the last of each group", normal + 50 * (np.arange(size) % 4096 == 4095)
 
 
 def test_top_k_of_large_groups_is_exact_and_in_order():
