@@ -220,8 +220,8 @@ def no_workers():
 
 
 def partitioned_over_the_axis_of_the_workers():
-    rows = jax.device_put(jnp.ones((3, 3)), NamedSharding(mesh(3), P(None, "data")))
-    shard({"w": PerWorker(rows)}, mesh(3))
+    params = jax.device_put(jnp.ones((3, 2)), NamedSharding(mesh(3), P("data")))
+    shard({"w": params, "r": PerWorker(params)}, mesh(3))
 
 
 def partitioned_before_a_simulation():
@@ -266,7 +266,7 @@ USES = {
     shard_over_an_axis_not_in_mesh: r"axis_name='workers' is not an axis of the mesh",
     no_workers: r"mesh=0 gives no worker",
     partitioned_over_another_axis: r"leaf\['w'\] is partitioned over devices by .*not on this mesh",
-    partitioned_over_the_axis_of_the_workers: r"leaf\['w'\].* is partitioned by .* over 'data'",
+    partitioned_over_the_axis_of_the_workers: r"leaf\['w'\] is partitioned by .* over 'data'",
     partitioned_before_a_simulation: r"leaf\['w'\] is partitioned over .*'data'",
     unwrapped_state_to_shard: r"leaf\['count'\].* has shape \(\).*PerWorker.wrap\(x\)",
     unwrapped_argument: r"argument 0\['count'\].* has shape \(\).*PerWorker.wrap\(x\)",

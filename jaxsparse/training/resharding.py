@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath, keystr
 from jaxsparse.comm.marks import check_wrapped, is_marked
 from jaxsparse.comm.meshes import inner_axes, names_of
 from jaxsparse.comm.static_leaves import held, released
-from jaxsparse.training.sharding import count_workers, partition, shard
+from jaxsparse.training.sharding import count_workers, has_owners, partition, shard
 
 T = TypeVar("T")
 
@@ -83,6 +83,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
             _check(f"leaf{keystr(path)}", leaf, workers)
     _check_equal_counts({f"leaf{keystr(p)}": x.shape[0] for p, x in leaves if is_marked(p)})
     is_cut = isinstance(mesh, Mesh) and bool(inner_axes(mesh, axis_name))
+    may_be_owned = has_owners(like)
 
     def carry(path: KeyPath, x: Any, target: Any) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -117,7 +118,8 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
             x = _of_devices(path, x, target)
         if not isinstance(mesh, Mesh) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
             return x
-        return jax.device_put(x, NamedSharding(mesh, partition(name, target, mesh, axis_name)))
+        spec = partition(name, target, mesh, axis_name, may_be_owned=may_be_owned)
+        return jax.device_put(x, NamedSharding(mesh, spec))
 
     each = [(path, x, target) for (path, x), target in zip(leaves, targets)]
     spread = shard(treedef.unflatten([others(*one) for one in each]), mesh, axis_name)

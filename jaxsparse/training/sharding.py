@@ -97,6 +97,8 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
         alone = [(path, x) for path, x in leaves if getattr(x, "is_fully_addressable", True)]
         compare_texts(group, "shard", (array_text(f"leaf{keystr(path)}", x) for path, x in alone))
 
+    may_be_owned = has_owners(tree)
+
     def spread(x: Any, marked: bool) -> Any:
         x = _copy(x)
         if not marked or x.shape[0] == workers:
@@ -113,7 +115,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
                     f"cannot be spread over {workers}: carry the state over to another number of "
                     "workers with jaxsparse.reshard(state, mesh), or start from tx.init(params)"
                 )
-        return partition(name, x, mesh, axis_name, marked)
+        return partition(name, x, mesh, axis_name, marked, may_be_owned)
 
     def target(spec: PartitionSpec, marked: bool) -> PartitionSpec:
         return PartitionSpec(axis_name, *spec[1:]) if marked else spec
@@ -134,7 +136,12 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
 
 
 def partition(
-    name: str, x: Any, mesh: Mesh | int, axis_name: str, is_own: bool = False
+    name: str,
+    x: Any,
+    mesh: Mesh | int,
+    axis_name: str,
+    is_own: bool = False,
+    may_be_owned: bool = False,
 ) -> PartitionSpec:
     """An array's partition on the mesh. An array that is whole on each device has an empty one.
 
@@ -144,6 +151,7 @@ def partition(
         mesh: the mesh, or a number of simulated workers.
         axis_name: the axis of the workers.
         is_own: whether the array's first axis is that of the workers.
+        may_be_owned: whether it may lie over the workers, each of which owns a part of it.
 
     Raises:
         ValueError: the array is partitioned over another mesh, or over `axis_name` in another
@@ -165,12 +173,20 @@ def partition(
             "jax.device_put(x, NamedSharding(mesh, spec)), before the state is made, or give "
             "jaxsparse.reshard like=tx.init(params)"
         )
-    if is_own and any(axis_name in names_of(part) for part in spec[1:]):
+    is_cut = any(axis_name in names_of(part) for part in (spec[1:] if is_own else spec))
+    if is_cut and (is_own or not may_be_owned):
         raise ValueError(
-            f"{name} is partitioned by {spec} over {axis_name!r}, the axis of the workers, which "
-            "is that of its rows alone: shard the rest over other axes of the mesh"
+            f"{name} is partitioned by {spec} over {axis_name!r}, the axis of the workers, but "
+            "each worker needs all of it: shard it over other axes of the mesh, and replicate it "
+            "over this one. (Moments lie over it in jaxsparse.zero1)"
         )
     return spec
+
+
+def has_owners(tree: Any) -> bool:
+    """Whether the tree holds a state of `zero1`, whose moments lie over the workers."""
+    name = lambda key: str(getattr(key, "name", getattr(key, "key", "")))
+    return any("owed" in map(name, path) for path, _ in tree_leaves_with_path(tree))
 
 
 def warn_of_copies(axis_name: str, args: Any) -> None:

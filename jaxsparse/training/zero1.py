@@ -7,19 +7,15 @@ workers; and the updates travel back. Both roundings are fed back. So moments ta
 memory, for the bytes of an exchange with whole moments.
 """
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath, tree_map_with_path
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Int
 
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.layout import IsDense, small_or_vector
@@ -27,16 +23,15 @@ from jaxsparse.arrays.magnitude import LARGEST
 from jaxsparse.collectives import quantized_all_gather, quantized_reduce_scatter
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
-from jaxsparse.comm.meshes import AnyMesh, Placement, names_of
+from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.unreduced import split_unreduced
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import agreed, select
 from jaxsparse.feedback.rows import check_rows, one_workers
-from jaxsparse.feedback.sharded import exchanged_specs
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize import Format, FormatName, Scale, check_feedback
 from jaxsparse.systems.quantized import Quantized
-from jaxsparse.training.per_worker import spec_like
+from jaxsparse.training.ownership import Ownership
 
 
 class Zero1State(NamedTuple):
@@ -146,7 +141,7 @@ def zero1(
         count, found, placement = at.workers, at.mesh, at.placement
         if found is None:
             count, found = meshes.find_workers(params, axis_name, mesh, workers)
-        parts = _Parts.plan(bare, rule, count, axis_name, placement)
+        parts = Ownership.plan(bare, rule, count, axis_name, placement)
         zeros = functools.partial(_zeros, found, isinstance(jax.tree.leaves(bare)[0], Tracer))
         rows = lambda i: PerWorker(zeros((count, *parts.shapes[i]), parts.row_spec(i)))
         return Zero1State(
@@ -173,8 +168,8 @@ def zero1(
         check_rows(updates, state, count, axis_name)
         placement = Placement.of(state.placement)
         meshes.check_inner(found, axis_name, placement)
-        parts = _Parts.plan(params, rule, count, axis_name, placement)
-        parts.check(state)
+        parts = Ownership.plan(params, rule, count, axis_name, placement)
+        _check(parts, state)
         if (how := meshes.RUNNING.get()) is not None and how.workers is not None:
             with jax.named_scope(meshes.SCOPE):  # `jaxsparse.check` asks for shapes alone
                 means = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), updates)
@@ -200,7 +195,7 @@ def zero1(
 
 
 def _send_out(
-    parts: "_Parts", out: Format, mesh: AnyMesh | None, updates: Any, state: Zero1State
+    parts: Ownership, out: Format, mesh: AnyMesh | None, updates: Any, state: Zero1State
 ) -> tuple[Any, dict[str, PerWorker], Bool[Array, ""]]:
     """Mean gradients, cut over their owners; the new residuals; whether gradients are finite."""
     axes = Axes(parts.axis_name, parts.inner)
@@ -246,7 +241,7 @@ def _send_out(
 
 
 def _send_home(
-    parts: "_Parts", home: Format, mesh: AnyMesh | None, updates: Any, state: Zero1State
+    parts: Ownership, home: Format, mesh: AnyMesh | None, updates: Any, state: Zero1State
 ) -> tuple[Any, dict[str, Array]]:
     """Updates, whole on all workers, and what their rounding leaves with the owners."""
 
@@ -279,211 +274,15 @@ def _send_home(
     return treedef.unflatten(delivered), {parts.names[i]: x for i, x in owed.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """Which worker owns what of each leaf, by the leaf's number."""
-
-    paths: tuple[KeyPath, ...]
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    local: tuple[tuple[int, ...], ...]  # of one device
-    of_params: tuple[PartitionSpec, ...]  # over the other axes of the mesh
-    own: tuple[PartitionSpec, ...]  # the same, further cut for the exchange
-    compressed: tuple[int, ...]
-    axes: dict[int, int]  # the axis along which workers own a leaf
-    workers: int
-    axis_name: str
-    inner: tuple[str, ...]
-
-    @classmethod
-    def plan(
-        cls,
-        tree: Any,
-        is_dense: IsDense,
-        workers: int,
-        axis_name: str,
-        placement: Placement | None,
-    ) -> "_Parts":
-        """The parts of a tree of this structure."""
-        dense = layouts.picked(tree, is_dense)
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        shapes = tuple(jnp.shape(x) for _, x in leaves)
-        own, local = (PartitionSpec(),) * len(shapes), shapes
-        if placement is not None:
-            fits = [placement.is_cut(placement.exchanged(i, s)) for i, s in enumerate(shapes)]
-            dense = [a or not b for a, b in zip(dense, fits)]
-            sent = {i for i, is_loose in enumerate(dense) if not is_loose}
-            own = tuple(exchanged_specs(tree, placement, sent))
-            local = tuple(map(placement.local, shapes, own))
-        compressed = [i for i, is_loose in enumerate(dense) if not is_loose and 0 not in local[i]]
-        if not compressed:
-            raise ValueError(
-                f"no leaf would be compressed or shared: all {len(shapes)} are uncompressed. By "
-                "default vectors, scalars and leaves below 1024 elements are, and those that other "
-                "axes of the mesh can't cut: give is_dense=lambda path, shape: False, or take the "
-                "optimizer behind jaxsparse.dense()"
-            )
-        fitting = {i: [a for a, n in enumerate(local[i]) if n % workers == 0] for i in compressed}
-        return cls(
-            paths=tuple(path for path, _ in leaves),
-            names=layouts.short_names(tree),
-            shapes=shapes,
-            local=local,
-            of_params=placement.own if placement else own,
-            own=own,
-            compressed=tuple(compressed),
-            axes={i: axes[0] for i, axes in fitting.items() if axes},
-            workers=workers,
-            axis_name=axis_name,
-            inner=placement.axes if placement else (),
+def _check(parts: Ownership, state: Zero1State) -> None:
+    """Raises ValueError if the state was made for another tree."""
+    wanted = {parts.names[i]: parts.shapes[i] for i in parts.compressed}
+    there = {name: node.value.shape[1:] for name, node in state.residual.items()}
+    if there != wanted:
+        raise ValueError(
+            f"the state has residuals of {there}, and these parameters need {wanted}: pass the "
+            "state that init(params) made for the same tree, settings and mesh"
         )
-
-    @property
-    def owned(self) -> list[int]:
-        """The leaves of which each worker owns a part."""
-        return [i for i in self.compressed if i in self.axes]
-
-    @property
-    def whole(self) -> list[int]:
-        """The compressed leaves that workers can't share equally."""
-        return [i for i in self.compressed if i not in self.axes]
-
-    def row_spec(self, leaf: int) -> PartitionSpec:
-        """The partition of an array that has a row for each worker."""
-        return PartitionSpec(self.axis_name, *self.own[leaf])
-
-    def owner_spec(self, leaf: int) -> PartitionSpec:
-        """The partition of an array in a leaf's shape that lies with the owners."""
-        if leaf not in self.axes:
-            return self.own[leaf]
-        axis, own = self.axes[leaf], self.own[leaf]
-        spec = [*own, *[None] * (axis + 1 - len(own))]
-        inner = names_of(spec[axis])
-        spec[axis] = (*inner, self.axis_name) if inner else self.axis_name
-        return PartitionSpec(*spec)
-
-    def as_parameter(self, leaf: int, x: Array, mesh: AnyMesh | None) -> Array:
-        """An update that is cut as its parameter is, and not further."""
-        if mesh is None or self.of_params[leaf] == self.own[leaf]:
-            return x
-        return meshes.constrain(x, NamedSharding(mesh, self.of_params[leaf]))
-
-    def to_rows(self, x: dict[int, Array]) -> Float[Array, "W m"]:
-        """A row for each owner, with its parts of all leaves."""
-        rows = []
-        for i in self.owned:
-            cut = x[i].reshape(self._divided(i))
-            rows.append(jnp.moveaxis(cut, self.axes[i], 0).reshape(self.workers, -1))
-        return jnp.concatenate(rows, axis=1)
-
-    def from_rows(self, rows: Float[Array, "W m"]) -> dict[int, Array]:
-        """The inverse of `to_rows`."""
-        found, start = {}, 0
-        for i in self.owned:
-            shape, axis = self._divided(i), self.axes[i]
-            stop = start + math.prod(shape) // self.workers
-            cut = rows[:, start:stop].reshape(self.workers, *shape[:axis], *shape[axis + 1 :])
-            found[i], start = jnp.moveaxis(cut, 0, axis).reshape(self.local[i]), stop
-        return found
-
-    def of_owner(self, x: Float[Array, " m"]) -> dict[int, Array]:
-        """An owner's own parts of the leaves, from its row."""
-        shapes = []
-        for i in self.owned:
-            axis, shape = self.axes[i], self._divided(i)
-            shapes.append((*shape[:axis], *shape[axis + 1 :]))
-        return dict(zip(self.owned, layouts.cut(x, shapes)))
-
-    def _divided(self, leaf: int) -> tuple[int, ...]:
-        """A leaf's shape with an axis of the owners in front of the one that they share."""
-        shape, axis = self.local[leaf], self.axes[leaf]
-        return (*shape[:axis], self.workers, shape[axis] // self.workers, *shape[axis + 1 :])
-
-    def started(
-        self, init: Callable[[Any], Any], params: Any, mesh: AnyMesh | None, in_variables: bool
-    ) -> Any:
-        """The optimizer's first state."""
-        is_placed = lambda x: isinstance(getattr(x, "sharding", None), NamedSharding)
-        on_mesh = lambda x: not isinstance(x, Tracer) and is_placed(x)
-        if isinstance(mesh, Mesh) and all(map(on_mesh, jax.tree.leaves(params))):
-            # No device ever holds all of it.
-            shapes = jax.eval_shape(init, params)
-            put = lambda path, x: NamedSharding(mesh, spec_like(path, x, self._specs))
-            init = jax.jit(init, out_shardings=tree_map_with_path(put, shapes))
-        return self.placed(init(params), mesh, in_variables)
-
-    @property
-    def _specs(self) -> dict[tuple[KeyPath, tuple[int, ...]], PartitionSpec]:
-        """The partitions of arrays that have the name and shape of a leaf."""
-        each = enumerate(zip(self.paths, self.shapes))
-        return {(path, shape): self.owner_spec(i) for i, (path, shape) in each}
-
-    def placed(self, state: Any, mesh: AnyMesh | None, in_variables: bool = False) -> Any:
-        """The optimizer's state with its moments cut over their owners."""
-        if mesh is None:
-            return state
-        specs = self._specs
-
-        def put(path: KeyPath, x: Any) -> Any:
-            spec = spec_like(path, x, specs)
-            x = meshes.constrain(x, NamedSharding(mesh, spec))
-            return marks.in_variable(x, spec) if in_variables else x
-
-        return tree_map_with_path(put, state)
-
-    def check(self, state: Zero1State) -> None:
-        """Raises ValueError if the state was made for another tree or number of workers."""
-        wanted = {self.names[i]: self.shapes[i] for i in self.compressed}
-        there = {name: node.value.shape[1:] for name, node in state.residual.items()}
-        if there != wanted:
-            raise ValueError(
-                f"the state has residuals of {there}, and these parameters need {wanted}: pass the "
-                "state that init(params) made for the same tree, settings and mesh"
-            )
-
-    def run(
-        self,
-        one: Callable[..., Any],
-        mesh: AnyMesh | None,
-        given: tuple[Any, ...],
-        in_specs: tuple[Any, ...],
-        out_specs: tuple[Any, ...],
-    ) -> Any:
-        """`one` on all workers, where each sees what partitions say: on the mesh, or simulated."""
-        if mesh is not None:
-            put = lambda x, spec: meshes.constrain(x, NamedSharding(mesh, spec))
-            if AxisType.Explicit in mesh.axis_types:  # it refuses arrays of another sharding
-                given = jax.tree.map(put, given, in_specs)
-            mapped = jax.shard_map(
-                one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-            )
-            return mapped(*given)
-        is_spec = lambda node: isinstance(node, PartitionSpec)
-
-        def axis(spec: PartitionSpec) -> int | None:
-            return next(
-                (i for i, part in enumerate(spec) if self.axis_name in names_of(part)), None
-            )
-
-        def divided(x: Array, spec: PartitionSpec) -> Array:
-            if (i := axis(spec)) is None:
-                return x
-            return x.reshape(*x.shape[:i], self.workers, -1, *x.shape[i + 1 :])
-
-        def joined(x: Array, spec: PartitionSpec) -> Array:
-            if (i := axis(spec)) is None:
-                return x
-            return x.reshape(*x.shape[:i], -1, *x.shape[i + 2 :])
-
-        axes_of = lambda specs: jax.tree.map(axis, specs, is_leaf=is_spec)
-        found = jax.vmap(
-            one,
-            in_axes=axes_of(in_specs),
-            out_axes=axes_of(out_specs),
-            axis_name=self.axis_name,
-            axis_size=self.workers,
-        )(*jax.tree.map(divided, given, in_specs))
-        return jax.tree.map(joined, found, out_specs)
 
 
 def _zeros(
