@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
-from jaxsparse import quantize
 from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields, words
 from jaxsparse.arrays.platforms import zeros
 from jaxsparse.arrays.settings import static_int
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.codecs.codec import check_message, check_slots, sorter
+from jaxsparse.quantize.entries import EntryValues, entry_values
 from jaxsparse.select.compaction import running_sum
 
 
@@ -65,8 +65,8 @@ class EliasFano:
         return self.value_bits >= 16
 
     @property
-    def _values(self) -> quantize.EntryValues:
-        return quantize.entry_values(self.value_bits)
+    def _values(self) -> EntryValues:
+        return entry_values(self.value_bits)
 
     def check(self, dtype: DTypeLike) -> None:
         if jnp.dtype(dtype) != jnp.float32:

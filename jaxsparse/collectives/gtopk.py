@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxsparse import codecs
 from jaxsparse.arrays.stream import SparseStream, add_to, to_dense
+from jaxsparse.codecs.codec import COO, Codec
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.spardl import largest_sums
 from jaxsparse.comm import wire
@@ -15,7 +15,7 @@ def gtopk(
     size: int,
     *,
     axis_name: str | None,
-    codec: codecs.Codec = codecs.COO,
+    codec: Codec = COO,
 ) -> AllReduced:
     """Workers at distance 1, 2, 4, ... swap k entries, add them, and keep the k largest.
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
-from jaxsparse import codecs, select
 from jaxsparse.arrays.stream import (
     Operation,
     SparseStream,
@@ -26,7 +25,9 @@ from jaxsparse.arrays.stream import (
     scatter,
     to_dense,
 )
-from jaxsparse.codecs.codec import left_of
+from jaxsparse.codecs.codec import COO, Codec, bits, check_codec, check_local, from_bits, left_of
+from jaxsparse.select.compaction import compact
+from jaxsparse.select.top_k import top_k
 
 T = TypeVar("T")
 Arrived = Array | SparseStream  # a vector, or its entries
@@ -75,12 +76,12 @@ class MessageFormat:
     capacity: int
     op: Operation
     dtype: DTypeLike
-    codec: codecs.Codec
+    codec: Codec
 
     def __post_init__(self):
         check_operation(self.op, self.dtype)
-        codecs.check_codec(self.codec)
-        codecs.COO.check(self.dtype)  # dense arrays travel as words, too
+        check_codec(self.codec)
+        COO.check(self.dtype)  # dense arrays travel as words, too
         self.codec.check(self.dtype)
         if self.op != "sum" and not self.codec.is_exact:
             raise ValueError(
@@ -102,13 +103,13 @@ class MessageFormat:
 
     def extract(self, x: Num[Array, " size"]) -> SparseStream:
         """The first `capacity` entries of `x`."""
-        return from_dense(x, select.compact(x != neutral(self.op, x.dtype), self.capacity))
+        return from_dense(x, compact(x != neutral(self.op, x.dtype), self.capacity))
 
     def rounded(self, x: Num[Array, " size"]) -> Num[Array, " size"]:
         """`x` as it arrives, if all its entries fit."""
         if self.is_exact:
             return x
-        codecs.check_local(self.codec, "this all-reduce")
+        check_local(self.codec, "this all-reduce")
         whole = SparseStream(jnp.arange(self.size, dtype=jnp.int32), x)
         rounded = self.codec.rounded(whole, self.size)
         # A value that rounds to -0 is no entry, and arrives as +0. A sender that kept -0 would
@@ -141,7 +142,7 @@ class MessageFormat:
         entries = jnp.count_nonzero(x).astype(jnp.int32)
 
         def largest(x: Array) -> Array:
-            found = select.top_k(x, self.capacity)
+            found = top_k(x, self.capacity)
             has_room = jnp.arange(self.capacity) < room
             indices = jnp.where(has_room, found.indices, self.size)
             return to_dense(found._replace(indices=indices), self.size)
@@ -151,7 +152,7 @@ class MessageFormat:
 
     def pack(self, x: Num[Array, " size"]) -> UInt32[Array, " words"]:
         if self.is_dense:
-            return codecs.bits(x)
+            return bits(x)
         return self.codec.encode(self.extract(x), self.size)
 
     def pack_entries(
@@ -172,7 +173,7 @@ class MessageFormat:
 
     def unpack(self, message: UInt32[Array, " words"]) -> Arrived:
         if self.is_dense:
-            return codecs.from_bits(message, self.dtype)
+            return from_bits(message, self.dtype)
         return self.codec.decode(message, self.capacity, self.size, self.dtype)
 
     def combine(self, x: Num[Array, " size"], arrived: Arrived) -> Array:
@@ -255,8 +256,8 @@ class Rooms:
             return message, arrived.astype(jnp.int32)
 
         def in_full() -> Any:
-            message, arrived = split(send(jnp.concatenate([codecs.bits(x), tail])))
-            return receive(codecs.from_bits(message, x.dtype)), x, arrived
+            message, arrived = split(send(jnp.concatenate([bits(x), tail])))
+            return receive(from_bits(message, x.dtype)), x, arrived
 
         def in_entries() -> Any:
             most = sparse[-1].capacity

@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse import codecs, select
 from jaxsparse.arrays.platforms import by_digits, magnitude_bits, to_bits, zeros
 from jaxsparse.arrays.stream import SparseStream, add_to, from_dense, to_dense
+from jaxsparse.codecs.codec import COO, Codec
+from jaxsparse.codecs.elias_fano import EliasFano
 from jaxsparse.collectives.spardl import Select, largest
 from jaxsparse.comm import wire
 from jaxsparse.select.compaction import first_of_ranges, running_sum
-from jaxsparse.select.thresholds import sample_size
+from jaxsparse.select.fast import fast_top_k
+from jaxsparse.select.thresholds import sample_size, sampled_threshold
 from jaxsparse.select.top_k import sampled_else_exact
 
 # Number of bins of equal length that a vector is cut into. Their counts balance the regions.
@@ -184,7 +186,7 @@ def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     entry have index d and value 0.
     """
     if x.size >= _LARGE and _READS * sample_size(x.size, k) > x.size:
-        return select.fast_top_k(x, k)
+        return fast_top_k(x, k)
     capacity = min(int(_SLOTS_PER_K * k) + 1, x.size)
 
     def entries(threshold: Array, is_exact: Array) -> tuple[Array, Array]:
@@ -200,7 +202,7 @@ def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
         indices = jnp.where(is_over, x.size, indices[:capacity])
         return indices, ~(too_few | too_many)
 
-    sampled = select.sampled_threshold(x, k)
+    sampled = sampled_threshold(x, k)
     return from_dense(x, sampled_else_exact(x, k, sampled, capacity, entries))
 
 
@@ -212,7 +214,7 @@ def ok_topk(
     refresh: Bool[Array, ""] | bool,
     rebalance: Bool[Array, ""] | bool,
     axis_name: str | None,
-    codec: codecs.Codec = codecs.COO,
+    codec: Codec = COO,
     capacity_factor: float = 2.0,
     top_k: Select = about_top_k,
 ) -> BalancedSums:
@@ -248,7 +250,7 @@ def ok_topk(
     room = _room(k, regions, capacity_factor)
     # Sums are handed on before they are gathered. If a codec rounds values that share levels, a
     # second rounding would give other numbers than those that the senders subtracted.
-    between = codec if codec.is_local else codecs.EliasFano(value_bits=32)
+    between = codec if codec.is_local else EliasFano(value_bits=32)
     how = _Messages(regions, room, codec, between, axis_name)
     selected = top_k(x, k)
     indices = jnp.where(selected.values != 0, selected.indices, x.size)
@@ -323,8 +325,8 @@ class _Messages(NamedTuple):
 
     regions: Regions
     room: int  # slots of a message
-    codec: codecs.Codec
-    between: codecs.Codec  # wire format of messages between owners
+    codec: Codec
+    between: Codec  # wire format of messages between owners
     axis_name: str | None
 
     @property
@@ -454,9 +456,7 @@ def _in_slots(
     )
 
 
-def _exchange(
-    rows: SparseStream, size: int, axis_name: str | None, codec: codecs.Codec
-) -> SparseStream:
+def _exchange(rows: SparseStream, size: int, axis_name: str | None, codec: Codec) -> SparseStream:
     capacity = rows.indices.shape[1]
     messages = jax.vmap(lambda row: codec.encode(row, size))(rows)
     messages = wire.all_to_all(messages, axis_name)

@@ -11,15 +11,17 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from jaxsparse.arrays.settings import check_size
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.comm import wire
-from jaxsparse.quantize import (
+from jaxsparse.quantize.quantizer import (
     Quantizer,
     check_feedback,
+    cut,
     dequantize,
     from_message,
+    padded,
     quantize,
+    sent_size,
     to_message,
 )
-from jaxsparse.quantize.quantizer import cut, padded, sent_size
 
 
 def quantized_all_reduce(

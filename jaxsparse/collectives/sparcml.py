@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Int, Key
 
-from jaxsparse import codecs, quantize
 from jaxsparse.arrays.settings import static_count
 from jaxsparse.arrays.stream import (
     Operation,
@@ -22,7 +21,7 @@ from jaxsparse.arrays.stream import (
     takes_duplicates,
     to_dense,
 )
-from jaxsparse.codecs.codec import left_of
+from jaxsparse.codecs.codec import COO, Codec, bits, check_local, from_bits, left_of
 from jaxsparse.collectives.messages import (
     AllReduced,
     Arrived,
@@ -33,6 +32,14 @@ from jaxsparse.collectives.messages import (
 )
 from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Group
+from jaxsparse.quantize.qsgd import QSGD
+from jaxsparse.quantize.quantizer import (
+    check_feedback,
+    dequantize,
+    from_message,
+    quantize,
+    to_message,
+)
 
 # A vector with what arrived in a format combined into it.
 Receive = Callable[[MessageFormat, Array, Arrived], Array]
@@ -85,7 +92,7 @@ def split_format(
     workers: int,
     op: Operation,
     dtype: DTypeLike,
-    codec: codecs.Codec,
+    codec: Codec,
     capacity: int | None,
 ) -> MessageFormat:
     """The messages of the split phase."""
@@ -99,7 +106,7 @@ def split(
     *,
     axis_name: str | None,
     op: Operation,
-    codec: codecs.Codec,
+    codec: Codec,
     capacity: int | None,
 ) -> AllReduced:
     """Sends each entry to the owner of its range, which combines the arriving entries.
@@ -129,7 +136,7 @@ def split(
         owner = jnp.where(is_entry, stream.indices // m, workers)
         local = stream._replace(indices=stream.indices % m)
         bins, fits = into_bins(local, owner, workers, message_format.capacity, empty=m)
-        codecs.check_local(codec, "this all-reduce")
+        check_local(codec, "this all-reduce")
         residual = zeros
         if not message_format.is_exact or capacity is not None:
             lost = left_of(stream.values, codec.rounded(stream, size))
@@ -177,7 +184,7 @@ def split_allgather(
     *,
     axis_name: str | None,
     op: Operation = "sum",
-    codec: codecs.Codec = codecs.COO,
+    codec: Codec = COO,
     capacity: int | None = None,
     union_capacity: int | None = None,
     needs: Int[Array, "32"] | None = None,
@@ -250,7 +257,7 @@ def _gather_format(
     workers: int,
     op: Operation,
     dtype: DTypeLike,
-    codec: codecs.Codec,
+    codec: Codec,
     capacity: int | None,
     union_capacity: int | None,
 ) -> tuple[MessageFormat, bool]:
@@ -268,9 +275,9 @@ def dsar_split_allgather(
     *,
     axis_name: str | None,
     op: Operation = "sum",
-    codec: codecs.Codec = codecs.COO,
+    codec: Codec = COO,
     capacity: int | None = None,
-    quantizer: quantize.QSGD | None = None,
+    quantizer: QSGD | None = None,
     key: Key[Array, ""] | None = None,
 ) -> AllReduced:
     """As `split_allgather`, but owners send their ranges as dense arrays.
@@ -287,29 +294,29 @@ def dsar_split_allgather(
     if quantizer is not None and op != "sum":
         raise ValueError(f"quantizer={quantizer}, but only sums can be quantised, not op={op!r}")
     if quantizer is not None and key is None:
-        quantize.check_feedback(quantizer, stochastic=False)
+        check_feedback(quantizer, stochastic=False)
     total, residual, overflow, *_ = split(
         stream, size, axis_name=axis_name, op=op, codec=codec, capacity=capacity
     )
     m = total.size
     if quantizer is None:
-        message = codecs.bits(total)
+        message = bits(total)
     else:
         if key is not None:
             key = jax.random.fold_in(key, wire.axis_index(axis_name))
-        quantized = quantize.quantize(total, quantizer, key)
+        quantized = quantize(total, quantizer, key)
         if key is None:
-            arriving = quantize.dequantize(quantized, quantizer, m)
+            arriving = dequantize(quantized, quantizer, m)
             residual = own_range(residual, axis_name, total - arriving)
-        message = quantize.to_message(quantized, quantizer)
+        message = to_message(quantized, quantizer)
     is_bounded = capacity is not None
     message = with_count(message, overflow if is_bounded else None)
     messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
 
     def unpack(words: Array) -> Array:
         if quantizer is None:
-            return codecs.from_bits(words, total.dtype)
-        return quantize.dequantize(quantize.from_message(words, quantizer, m), quantizer, m)
+            return from_bits(words, total.dtype)
+        return dequantize(from_message(words, quantizer, m), quantizer, m)
 
     ranges = jax.vmap(unpack)(messages)
     return AllReduced(ranges.reshape(-1)[:size], residual[:size], overflow)
@@ -321,7 +328,7 @@ def recursive_double(
     *,
     axis_name: str | None,
     op: Operation = "sum",
-    codec: codecs.Codec = codecs.COO,
+    codec: Codec = COO,
     needs: Int[Array, "32"] | None = None,
 ) -> AllReduced:
     """Workers at distance 1, 2, 4, ... swap their partial sums. It has the least latency.
@@ -429,7 +436,7 @@ def all_gather_sum(
     *,
     axis_name: str | None,
     op: Operation = "sum",
-    codec: codecs.Codec = codecs.COO,
+    codec: Codec = COO,
     distinct: bool = False,
 ) -> AllReduced:
     """Every worker receives every worker's entries and combines them, in order of rank.
@@ -453,7 +460,7 @@ def sparse_ring(
     *,
     axis_name: str | None,
     op: Operation = "sum",
-    codec: codecs.Codec = codecs.COO,
+    codec: Codec = COO,
     capacity: int | None = None,
 ) -> AllReduced:
     """Sends partial sums of W ranges round a ring, and then the sums round it once more.
@@ -498,7 +505,7 @@ def _formats(
     workers: int,
     op: Operation,
     dtype: DTypeLike,
-    codec: codecs.Codec,
+    codec: Codec,
     capacity: int | None,
 ) -> list[MessageFormat]:
     """The formats of the first lap's steps, and of the second lap."""

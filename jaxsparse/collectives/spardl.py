@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse import codecs
 from jaxsparse.arrays.stream import SparseStream, add, add_to, to_dense
-from jaxsparse.codecs.codec import left_of
+from jaxsparse.codecs.codec import Codec, check_local, left_of
 from jaxsparse.collectives.messages import ladder
 from jaxsparse.comm.wire import Group, bruck_all_gather
 
@@ -31,7 +30,7 @@ class Scattered(NamedTuple):
 
 
 def spar_reduce_scatter(
-    rows: Float[Array, "n m"], k: int, group: Group, *, select: Select, codec: codecs.Codec
+    rows: Float[Array, "n m"], k: int, group: Group, *, select: Select, codec: Codec
 ) -> Scattered:
     """Member i of each group receives the sum of row i. Nobody sends more than k entries of a row.
 
@@ -93,7 +92,7 @@ def largest_sums(
 
 
 def recursive(
-    block: SparseStream, size: int, k: int, across: Group, *, codec: codecs.Codec
+    block: SparseStream, size: int, k: int, across: Group, *, codec: Codec
 ) -> tuple[SparseStream, Float[Array, " m"]]:
     """R-SAG: recursive doubling over teams. After each exchange the sum is cut to its k largest.
 
@@ -169,7 +168,7 @@ def bruck(
     state: Adaptation,
     *,
     select: Select,
-    codec: codecs.Codec,
+    codec: Codec,
 ) -> tuple[SparseStream, Float[Array, " m"], Int[Array, ""]]:
     """B-SAG: each worker sends its h largest entries to all teams, and the sum is cut to k.
 
@@ -184,7 +183,7 @@ def bruck(
     h = jnp.round(state.h).astype(jnp.int32)
     sorted_block, _ = largest(block, block.capacity)
     is_sent = jnp.arange(block.capacity) < h
-    codecs.check_local(codec, "gather='bruck'")
+    check_local(codec, "gather='bruck'")
     rounded = codec.rounded(sorted_block, size)
     unsent = sorted_block.values - jnp.where(is_sent, rounded, 0)
     discarded = to_dense(sorted_block._replace(values=unsent), size)

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import codecs
 from jaxsparse.arrays.layout import Pieces
+from jaxsparse.codecs.codec import bits, from_bits
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import (
     Bucket,
@@ -230,7 +230,7 @@ def _posted(
     _check(settings)
     ok, _ = agreed(gradients, dense, settings.axes)
     flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
-    words, held = [codecs.bits(flag[None]), codecs.bits(dense)], []
+    words, held = [bits(flag[None]), bits(dense)], []
     rank = jnp.asarray(rank, jnp.int32)
     for gradient, b, reducer, needs_zeros in zip(
         gradients, before.buckets, plan.reducers, plan.needs_zeros
@@ -259,7 +259,7 @@ def _received(
 ) -> Exchanged:
     """The second half of `exchange`."""
     first, rest = _cut(messages, 1 + dense.size)
-    first = codecs.from_bits(first, jnp.float32)
+    first = from_bits(first, jnp.float32)
     shares = None if weights is None else weights / jnp.sum(weights)
     if shares is not None:  # of the dense leaves, whose mean is taken below
         first = first.at[:, 1:].multiply(shares[:, None] * len(messages))

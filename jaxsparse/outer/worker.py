@@ -17,7 +17,7 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
 from jaxsparse.comm.static_leaves import held, released
-from jaxsparse.feedback import is_exchange, states_in
+from jaxsparse.feedback.store import is_exchange, states_in
 from jaxsparse.outer.fragments import Rows, Streaming
 from jaxsparse.training.weighted import check_weight, weighted
 

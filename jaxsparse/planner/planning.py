@@ -21,7 +21,8 @@ from jaxsparse.planner.recipes import (
     Recipe,
     island_options,
 )
-from jaxsparse.traffic import WireBytes, traced_bytes
+from jaxsparse.traffic.report import WireBytes
+from jaxsparse.traffic.traced import traced_bytes
 
 # What an NVIDIA H100 reads and writes in a donated x * 2, in bytes a second.
 MEMORY_BANDWIDTH = 2.856e12

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import codecs
 from jaxsparse.arrays import layout
 from jaxsparse.arrays.settings import check_density, entries, static_count
 from jaxsparse.arrays.stream import to_dense
+from jaxsparse.codecs.codec import COO
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.comm.links import Link
 from jaxsparse.planner.measuring import interleaved
@@ -32,7 +32,7 @@ def time_codec(
 
     def timed(size: int) -> float:
         k = entries(density, static_count("sizes", size))
-        message = MessageFormat(size, k, "sum", jnp.float32, codecs.COO)
+        message = MessageFormat(size, k, "sum", jnp.float32, COO)
 
         @jax.jit
         def encode(x: jax.Array) -> Any:
@@ -110,7 +110,7 @@ def select_tensors(
     for path, shape in layout.named_leaves(params):
         saving[path] = -math.inf
         if (d := math.prod(shape)) and not is_dense(path, shape):
-            message = MessageFormat(d, entries(density, d), "sum", jnp.float32, codecs.COO)
+            message = MessageFormat(d, entries(density, d), "sum", jnp.float32, COO)
             full = link.seconds(2 * others, 2 * others / workers * 4 * d)
             sparse = link.seconds(others, others * 4 * message.words)
             beyond = max(1.0, d / sizes[-1])

@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import codecs
 from jaxsparse.arrays.settings import Density
 from jaxsparse.arrays.stream import SparseStream
+from jaxsparse.codecs.codec import COO, Codec, check_codec
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.reducers.base import Conservation, Kept, Reducer, Sums, keep_entries
 from jaxsparse.select.selection import Selection, check_selection
@@ -28,11 +28,11 @@ class EntryReducer(Reducer):
     """
 
     density: Density
-    codec: codecs.Codec = dataclasses.field(default=codecs.COO, kw_only=True)
+    codec: Codec = dataclasses.field(default=COO, kw_only=True)
     selection: Selection = dataclasses.field(default="fast", kw_only=True)
 
     def check(self) -> None:
-        codecs.check_codec(self.codec)
+        check_codec(self.codec)
         check_selection(self.selection)
 
     @property
@@ -40,7 +40,7 @@ class EntryReducer(Reducer):
         return conservation_of(self.codec)
 
 
-def conservation_of(codec: codecs.Codec) -> Conservation:
+def conservation_of(codec: Codec) -> Conservation:
     """How well sums are conserved if the residual keeps what the codec rounds."""
     if codec.is_exact:
         return "exact"
@@ -48,7 +48,7 @@ def conservation_of(codec: codecs.Codec) -> Conservation:
 
 
 def encode_entries(
-    x: Float[Array, " d"], stream: SparseStream, codec: codecs.Codec, state: Any
+    x: Float[Array, " d"], stream: SparseStream, codec: Codec, state: Any
 ) -> tuple[UInt32[Array, " words"], Kept]:
     """The message of the entries `stream` of `x`, and what stays; see `Gathered.encode`."""
     message, lost = _format(stream.capacity, x.size, codec).pack_entries(stream)
@@ -56,11 +56,11 @@ def encode_entries(
 
 
 def decode_entries(
-    messages: UInt32[Array, "workers words"], capacity: int, size: int, codec: codecs.Codec
+    messages: UInt32[Array, "workers words"], capacity: int, size: int, codec: Codec
 ) -> Sums:
     """The sums of the vectors of such messages, of `capacity` entries each."""
     return Sums(_format(capacity, size, codec).merge_all(messages))
 
 
-def _format(capacity: int, size: int, codec: codecs.Codec) -> MessageFormat:
+def _format(capacity: int, size: int, codec: Codec) -> MessageFormat:
     return MessageFormat(size, capacity, "sum", jnp.float32, codec)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import codecs
 from jaxsparse.arrays import blocks
 from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.arrays.settings import entries
+from jaxsparse.codecs.codec import bits, from_bits
 from jaxsparse.collectives.messages import split_counts, with_count
 from jaxsparse.comm import wire
 from jaxsparse.feedback.transformations import SystemOptions
@@ -151,7 +151,7 @@ class SparseAllGather(BlockReducer):
         own = blocks.from_dense(x, take(selected, capacity, state), self.block_size)
         surplus = jnp.maximum(jnp.sum(selected, dtype=jnp.int32) - jnp.int32(capacity), 0)
         overflow = surplus * jnp.int32(self.block_size) if self._is_bounded(x.size) else None
-        message = jnp.concatenate([codecs.bits(own.indices), codecs.bits(own.values.reshape(-1))])
+        message = jnp.concatenate([bits(own.indices), bits(own.values.reshape(-1))])
         messages, overflow = split_counts(
             wire.all_gather(with_count(message, overflow), axis_name), overflow is not None
         )
@@ -173,8 +173,8 @@ class SparseAllGather(BlockReducer):
         capacity = self._capacity(size)
 
         def add(total: Array, message: Array) -> tuple[Array, None]:
-            indices = codecs.from_bits(message[:capacity], jnp.int32)
-            values = codecs.from_bits(message[capacity:], jnp.float32)
+            indices = from_bits(message[:capacity], jnp.int32)
+            values = from_bits(message[capacity:], jnp.float32)
             rows = values.reshape(capacity, self.block_size)
             return total.at[indices].add(rows, mode="drop"), None
 

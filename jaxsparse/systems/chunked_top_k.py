@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import codecs, select
 from jaxsparse.arrays.settings import at_least, check_k, check_size
+from jaxsparse.codecs.elias_fano import EliasFano
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
 from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
-from jaxsparse.select.groups import count_entries
+from jaxsparse.select.groups import count_entries, group_top_k
 from jaxsparse.systems.table import system
 
 
@@ -53,8 +53,8 @@ class ChunkedTopK(Gathered):
         check_k(self.k, self.chunk_size, f"chunk_size={self.chunk_size}")
 
     @property
-    def codec(self) -> codecs.EliasFano:
-        return codecs.EliasFano(self.value_bits)
+    def codec(self) -> EliasFano:
+        return EliasFano(self.value_bits)
 
     @property
     def conservation(self) -> Conservation:
@@ -64,7 +64,7 @@ class ChunkedTopK(Gathered):
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Kept]:
         check_size("x.size", x.size)
-        stream = select.group_top_k(x, self.k, self.chunk_size)
+        stream = group_top_k(x, self.k, self.chunk_size)
         return encode_entries(x, stream, self.codec, state)
 
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:

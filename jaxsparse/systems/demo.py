@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import codecs, select
 from jaxsparse.arrays.magnitude import LARGEST, largest_magnitude
 from jaxsparse.arrays.settings import check_k
 from jaxsparse.arrays.stream import SparseStream, add_to, to_dense
+from jaxsparse.codecs.elias_fano import EliasFano
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
-from jaxsparse.select.groups import count_entries
+from jaxsparse.select.groups import count_entries, group_top_k
 from jaxsparse.systems.table import system
 
 ValueBits = Literal[2, 4, 8, 16, 32]
@@ -109,8 +109,8 @@ class DeMo(Gathered, MatrixReducer):
         return "to group rounding"
 
     @property
-    def codec(self) -> codecs.EliasFano:
-        return codecs.EliasFano(self.value_bits)
+    def codec(self) -> EliasFano:
+        return EliasFano(self.value_bits)
 
     def tiling(self, matrix: Matrix) -> _Tiling:
         """The fewest tiles of at most `chunk` rows and columns, of nearly equal sides.
@@ -133,7 +133,7 @@ class DeMo(Gathered, MatrixReducer):
         for part in self._parts(x):
             q = _transformed(_small_enough(part))
             tile_size = math.prod(q.shape[1:])
-            stream = select.group_top_k(q.reshape(-1), min(self.k, tile_size), tile_size)
+            stream = group_top_k(q.reshape(-1), min(self.k, tile_size), tile_size)
             messages.append(self.codec.encode(stream, q.size))
             sent = stream._replace(values=self.codec.rounded(stream, q.size))
             own.append(_inverse(to_dense(sent, q.size).reshape(q.shape)))

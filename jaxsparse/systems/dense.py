@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import codecs
 from jaxsparse.arrays import layout as layouts
+from jaxsparse.codecs.codec import bits, from_bits
 from jaxsparse.comm import wire
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Gathered, Kept, Sums
@@ -43,10 +43,10 @@ class Dense(Gathered):
     def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " d"], Kept]:
-        return codecs.bits(x), Kept(jnp.zeros_like(x), None, state)
+        return bits(x), Kept(jnp.zeros_like(x), None, state)
 
     def decode(self, messages: UInt32[Array, "workers d"], size: int) -> Sums:
-        return Sums(jnp.sum(codecs.from_bits(messages, jnp.float32), axis=0), size)
+        return Sums(jnp.sum(from_bits(messages, jnp.float32), axis=0), size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import codecs
 from jaxsparse.arrays import hashing
 from jaxsparse.arrays.settings import Density, entries
 from jaxsparse.arrays.stream import SparseStream
+from jaxsparse.codecs.codec import COO, Codec, check_codec
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, SeededReducer, Sums
 from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
@@ -92,7 +92,7 @@ class Dragonn(Gathered, SeededReducer):
     extract: Extract = "slot_max"
     passing: float = 1.0
     samples: int | None = None
-    codec: codecs.Codec = codecs.COO
+    codec: Codec = COO
 
     def check(self) -> None:
         passing = float(self.passing)
@@ -110,7 +110,7 @@ class Dragonn(Gathered, SeededReducer):
                     f"samples={self.samples} are for the threshold of extract='hash', which "
                     f"{self.extract!r} lacks: give extract='hash', too, or leave them out"
                 )
-        codecs.check_codec(self.codec)
+        check_codec(self.codec)
 
     @property
     def conservation(self) -> Conservation:

@@ -14,9 +14,8 @@ from jaxsparse.arrays.layout import narrow, short_names
 from jaxsparse.arrays.magnitude import clipped
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
-from jaxsparse.feedback import ErrorFeedbackState
 from jaxsparse.feedback.options import check_momentum, part, skipped_update
-from jaxsparse.feedback.store import check_made
+from jaxsparse.feedback.store import ErrorFeedbackState, check_made
 from jaxsparse.feedback.transformations import ErrorFeedback
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.systems.table import system

@@ -7,12 +7,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import quantize
 from jaxsparse.arrays.settings import static_bool
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.quantize import QSGD, Format, FormatName, Quantizer, Scale, check_feedback
-from jaxsparse.quantize.quantizer import cut, padded, sent_size
+from jaxsparse.quantize.formats import Format, FormatName, Scale
+from jaxsparse.quantize.qsgd import QSGD
+from jaxsparse.quantize.quantizer import (
+    Quantizer,
+    check_feedback,
+    cut,
+    dequantize,
+    from_message,
+    padded,
+    quantize,
+    sent_size,
+    to_message,
+)
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, SeededReducer, Sums
 from jaxsparse.systems.table import system
 
@@ -80,8 +90,8 @@ class GatheredQuantized(Gathered, Quantized):
             key = jax.random.fold_in(jax.random.key(self.seed), state)
             key, state = jax.random.fold_in(key, rank), state + jnp.uint32(1)
         values = padded(x, sent_size(x.size, self.quantizer))
-        found = quantize.quantize(values, self.quantizer, key, jnp.int32(x.size))
-        message = quantize.to_message(found, self.quantizer)
+        found = quantize(values, self.quantizer, key, jnp.int32(x.size))
+        message = to_message(found, self.quantizer)
         lost = jnp.zeros_like(x) if is_random else x - cut(self._decoded(message, x.size), x.size)
         return message, Kept(lost, None, state)
 
@@ -93,8 +103,8 @@ class GatheredQuantized(Gathered, Quantized):
     def _decoded(self, message: UInt32[Array, " words"], size: int) -> Float[Array, " sent"]:
         """What a message says. Behind the first `size` values, numbers mean nothing."""
         size = sent_size(size, self.quantizer)
-        found = quantize.from_message(message, self.quantizer, size)
-        return quantize.dequantize(found, self.quantizer, size)
+        found = from_message(message, self.quantizer, size)
+        return dequantize(found, self.quantizer, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +197,7 @@ class _QSGDSettings(SystemOptions):
 
     @property
     def tree_reducer(self) -> Quantized:
-        quantizer = quantize.QSGD(self.bits, self.group_size, self.scale)
+        quantizer = QSGD(self.bits, self.group_size, self.scale)
         return Quantized(quantizer, self.rounding, seed=self.seed)
 
 

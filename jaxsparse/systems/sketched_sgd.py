@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, UInt32
 
-from jaxsparse import select, sketch
 from jaxsparse.arrays.layout import narrow, split_evenly
-from jaxsparse.arrays.settings import static_float
+from jaxsparse.arrays.settings import check_k, static_float
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.comm import wire
 from jaxsparse.feedback.transformations import SystemOptions
@@ -22,6 +21,10 @@ from jaxsparse.reducers.base import (
     bucket_seeds,
     keep_rest,
 )
+from jaxsparse.select.top_k import threshold_top_k
+from jaxsparse.sketch.codec import encode
+from jaxsparse.sketch.heavy import heavy_hitters
+from jaxsparse.sketch.tiles import SketchSpec
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.table import system
 
@@ -142,7 +145,7 @@ class SketchedSGD(SeededReducer):
                 "selection='heavymix', which fetches the k coordinates that it delivers"
             )
         cols = 1 if self.cols is None else self.cols
-        sketch.SketchSpec(self.used_rows, cols, self.seed)  # raises where these are wrong
+        SketchSpec(self.used_rows, cols, self.seed)  # raises where these are wrong
 
     @property
     def used_rows(self) -> int:
@@ -191,7 +194,7 @@ class SketchedSGD(SeededReducer):
         if not sizes:
             return ()
         k, cols = self.sized(sum(sizes), dense_size)
-        select.check_k(k, sum(sizes))
+        check_k(k, sum(sizes))
         shares = zip(split_evenly(k, sizes), split_evenly(cols, sizes))
         return tuple(
             dataclasses.replace(
@@ -217,7 +220,7 @@ class SketchedSGD(SeededReducer):
     def init(self, size: int) -> UInt32[Array, ""]:
         """The number of exchanges so far, which determines hashes and keys."""
         k, cols = self.sized(size)
-        select.check_k(k, size)
+        check_k(k, size)
         if cols < k and self.words(size) < size:
             warnings.warn(
                 f"cols={cols} are too few for k={k} coordinates: even if these held all of the "
@@ -231,13 +234,13 @@ class SketchedSGD(SeededReducer):
         if self.words(x.size) == x.size:
             return Dense().reduce(x, state, axis_name)
         k, cols = self.sized(x.size)
-        spec = sketch.SketchSpec(self.used_rows, cols, self.seed)
+        spec = SketchSpec(self.used_rows, cols, self.seed)
         key = jax.random.fold_in(jax.random.key(self.seed), state)
         hash_seed = jax.random.bits(key, dtype=jnp.uint32)
-        table = sketch.encode(x, spec, seed=hash_seed)
+        table = encode(x, spec, seed=hash_seed)
         table = narrow(table, self.table_dtype, summands=wire.axis_size(axis_name))
         table = wire.psum(table, axis_name).astype(jnp.float32)
-        candidates, _ = sketch.heavy_hitters(
+        candidates, _ = heavy_hitters(
             table,
             spec,
             x.size,
@@ -246,7 +249,7 @@ class SketchedSGD(SeededReducer):
             key=key,
             seed=hash_seed,
         )
-        largest = select.threshold_top_k(wire.psum(x[candidates], axis_name), k)
+        largest = threshold_top_k(wire.psum(x[candidates], axis_name), k)
         indices = candidates.at[largest.indices].get(mode="fill", fill_value=x.size)
         return keep_rest(x, SparseStream(indices, largest.values), state + jnp.uint32(1))
 

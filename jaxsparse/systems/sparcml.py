@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsparse import codecs, quantize, select
 from jaxsparse.arrays.settings import check_size
 from jaxsparse.arrays.stream import SparseStream
+from jaxsparse.codecs.codec import COO, Codec, check_codec
 from jaxsparse.collectives.messages import MOST_STAGES, AllReduced, MessageFormat
 from jaxsparse.collectives.sparcml import (
     Deal,
@@ -25,9 +25,11 @@ from jaxsparse.collectives.sparcml import (
 from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
 from jaxsparse.feedback.transformations import SystemOptions
+from jaxsparse.quantize.qsgd import QSGD
+from jaxsparse.quantize.quantizer import check_feedback
 from jaxsparse.reducers.base import Conservation, Kept, SeededReducer, Sums, keep_streams
 from jaxsparse.reducers.entries import conservation_of
-from jaxsparse.select.groups import count_entries, most_entries
+from jaxsparse.select.groups import count_entries, group_top_k, most_entries
 from jaxsparse.systems.table import system
 
 Algorithm = Literal[
@@ -87,7 +89,7 @@ class SparCML(SeededReducer):
     scale: Literal["max", "l2"] = "max"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     link: Link = _LINK
-    codec: codecs.Codec = codecs.COO
+    codec: Codec = COO
 
     def check(self) -> None:
         if not isinstance(self.link, Link):
@@ -97,7 +99,7 @@ class SparCML(SeededReducer):
             )
         if not 1 <= self.k <= self.group_size:
             raise ValueError(f"k={self.k} must lie between 1 and group_size={self.group_size}")
-        codecs.check_codec(self.codec)
+        check_codec(self.codec)
         if self.bits is not None and self.algorithm not in ("auto", "dsar_split_allgather"):
             raise ValueError(
                 f"bits={self.bits} quantise the dense half of 'dsar_split_allgather', which "
@@ -105,7 +107,7 @@ class SparCML(SeededReducer):
             )
         if self.quantizer is not None:
             if not self._is_random:
-                quantize.check_feedback(self.quantizer, stochastic=False)
+                check_feedback(self.quantizer, stochastic=False)
         elif (self.bits_group_size, self.scale) != (1024, "max"):
             raise ValueError(
                 f"bits_group_size={self.bits_group_size} and scale={self.scale!r} are for "
@@ -127,7 +129,7 @@ class SparCML(SeededReducer):
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         check_size("x.size", x.size)
-        stream = select.group_top_k(x, self.k, self.group_size)
+        stream = group_top_k(x, self.k, self.group_size)
         key = None
         if self._is_random:
             key = jax.random.fold_in(jax.random.key(self.seed), state)
@@ -143,10 +145,10 @@ class SparCML(SeededReducer):
         return self.bits is not None and self.rounding == "stochastic"
 
     @property
-    def quantizer(self) -> quantize.QSGD | None:
+    def quantizer(self) -> QSGD | None:
         if self.bits is None:
             return None
-        return quantize.QSGD(self.bits, self.bits_group_size, self.scale)
+        return QSGD(self.bits, self.bits_group_size, self.scale)
 
     def algorithm_for(self, size: int, workers: int) -> Algorithm:
         """The all-reduce of vectors of `size` elements: the one set, or the fastest on the link.

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxsparse.arrays.settings import Count, check_vector, entries
 from jaxsparse.arrays.stream import to_dense
-from jaxsparse.collectives import spardl as collectives
+from jaxsparse.collectives.spardl import Adaptation, bruck, recursive, spar_reduce_scatter
 from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Group, bruck_all_gather
 from jaxsparse.feedback.transformations import SystemOptions
@@ -69,7 +69,7 @@ class SparDL(EntryReducer):
         if self.gather == "recursive" or self.teams == 1:
             return ()
         # Zeros, because the start depends on the number of workers, unknown here: see `_started`.
-        return collectives.Adaptation(jnp.float32(0), jnp.float32(0), jnp.bool_(False))
+        return Adaptation(jnp.float32(0), jnp.float32(0), jnp.bool_(False))
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         team, across = Group.teams(axis_name, self.teams)
@@ -84,19 +84,15 @@ class SparDL(EntryReducer):
         if self.residuals != "global":
             first = jax.lax.map(lambda row: to_dense(pick(row, k), size), rows)
             rows, withheld = first, rows - first
-        own, discarded, selected = collectives.spar_reduce_scatter(
-            rows, k, team, select=pick, codec=self.codec
-        )
+        own, discarded, selected = spar_reduce_scatter(rows, k, team, select=pick, codec=self.codec)
 
         extra = []  # words beside the entries
         if self.teams > 1 and self.gather == "recursive":
-            own, cut = collectives.recursive(own, size, k, across, codec=self.codec)
+            own, cut = recursive(own, size, k, across, codec=self.codec)
             discarded = discarded.at[rank].add(cut)
         elif self.teams > 1:
             state = _started(state, k, self.teams)
-            own, cut, count = collectives.bruck(
-                own, size, k, across, state, select=pick, codec=self.codec
-            )
+            own, cut, count = bruck(own, size, k, across, state, select=pick, codec=self.codec)
             discarded = discarded.at[rank].add(cut)
             extra = [count.astype(jnp.uint32)[None]]
 
@@ -120,12 +116,12 @@ class SparDL(EntryReducer):
         return sums, mine._replace(residual=kept) if self.residuals == "local" else mine
 
 
-def _started(state: collectives.Adaptation, k: int, teams: int) -> collectives.Adaptation:
+def _started(state: Adaptation, k: int, teams: int) -> Adaptation:
     """The state, or before the first exchange the one with which Alg. 2 starts.
 
     A state that was adapted with another number of workers is brought within today's bounds.
     """
-    start = collectives.Adaptation.start(k, teams)
+    start = Adaptation.start(k, teams)
     now = state.within(k, teams)
     return jax.tree.map(lambda now, first: jnp.where(state.h > 0, now, first), now, start)
 

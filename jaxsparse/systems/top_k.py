@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import codecs
 from jaxsparse.arrays.settings import Density, entries
+from jaxsparse.codecs.codec import COO, Codec
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Gathered, Kept, Sums
 from jaxsparse.reducers.entries import EntryReducer, decode_entries, encode_entries
@@ -108,7 +108,7 @@ class _MSTopK(SystemOptions):
 
     density: Density
     passes: int = dataclasses.field(default=DEFAULT_PASSES, kw_only=True)
-    codec: codecs.Codec = dataclasses.field(default=codecs.COO, kw_only=True)
+    codec: Codec = dataclasses.field(default=COO, kw_only=True)
 
     @property
     def tree_reducer(self) -> TopK:

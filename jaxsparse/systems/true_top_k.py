@@ -5,12 +5,12 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxsparse import select
 from jaxsparse.arrays.layout import split_evenly
-from jaxsparse.arrays.settings import Count
+from jaxsparse.arrays.settings import Count, check_k
 from jaxsparse.comm import wire
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Kept, Reducer, Sums, keep_rest
+from jaxsparse.select.top_k import threshold_top_k
 from jaxsparse.systems.table import system
 
 
@@ -34,15 +34,15 @@ class TrueTopK(Reducer):
         """Splits k in proportion to the buckets' sizes; each bucket gets at least 1."""
         if not sizes:
             return ()
-        select.check_k(self.k, sum(sizes))
+        check_k(self.k, sum(sizes))
         return tuple(TrueTopK(max(1, k)) for k in split_evenly(self.k, sizes))
 
     def init(self, size: int) -> Any:
-        select.check_k(self.k, size)
+        check_k(self.k, size)
         return ()
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
-        return keep_rest(x, select.threshold_top_k(wire.psum(x, axis_name), self.k), state)
+        return keep_rest(x, threshold_top_k(wire.psum(x, axis_name), self.k), state)
 
 
 @dataclasses.dataclass(frozen=True)

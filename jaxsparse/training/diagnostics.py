@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxsparse.arrays.magnitude import norms
 from jaxsparse.comm import wire
-from jaxsparse.feedback import states_in
 from jaxsparse.feedback.exchange import saturating_sum
+from jaxsparse.feedback.store import states_in
 from jaxsparse.processes.group import group_with
 
 

@@ -20,7 +20,10 @@ from jaxtyping import Array, Bool, Int
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.layout import IsDense, small_or_vector
 from jaxsparse.arrays.magnitude import LARGEST
-from jaxsparse.collectives import quantized_all_gather, quantized_reduce_scatter
+from jaxsparse.collectives.quantized_all_reduce import (
+    quantized_all_gather,
+    quantized_reduce_scatter,
+)
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
@@ -29,7 +32,8 @@ from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import agreed, select
 from jaxsparse.feedback.rows import check_rows, one_workers
 from jaxsparse.feedback.store import check_made
-from jaxsparse.quantize import Format, FormatName, Scale, check_feedback
+from jaxsparse.quantize.formats import Format, FormatName, Scale
+from jaxsparse.quantize.quantizer import check_feedback
 from jaxsparse.systems.quantized import Quantized
 from jaxsparse.training.ownership import Ownership
 
