@@ -22,7 +22,7 @@ from workers import some
 import jaxsparse
 from jaxsparse import PerWorker, reshard, shard, traffic
 from jaxsparse.comm import meshes
-from jaxsparse.feedback.sharded import exchanged_specs
+from jaxsparse.feedback.devices import exchanged_specs
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import OmniReduce, SparCML, SparDL
 from jaxsparse.systems.dense import Dense

@@ -132,21 +132,6 @@ def own_leaves(tree: Any) -> list[tuple[KeyPath, Any]]:
     return [(path, leaf) for path, leaf in leaves if is_marked(path)]
 
 
-def as_one_workers(tree: T) -> T:
-    """All workers' tree, in which per-worker arrays are (W, 1, *shape): mapped, one worker's."""
-    return map_marked(lambda x, is_own: x[:, None] if is_own else x, tree)
-
-
-def as_all_workers(tree: T) -> T:
-    """The inverse of `as_one_workers`."""
-    return map_marked(lambda x, is_own: x[:, 0] if is_own else x, tree)
-
-
-def mapped_axes(tree: T) -> T:
-    """The axes of a tree for `jax.vmap`: 0 of per-worker arrays, and None of all others."""
-    return map_marked(lambda _, is_own: 0 if is_own else None, tree)
-
-
 def specs(tree: Any, axis_name: str = "data") -> Any:
     """Partition specs of `tree`, in its own structure, for `jax.shard_map` and `NamedSharding`.
 

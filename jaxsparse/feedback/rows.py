@@ -1,35 +1,56 @@
-"""The exchange of gradients with a row for each worker, as `jaxsparse.value_and_grad` makes them.
+"""Gradients with a row for each worker, as `jaxsparse.value_and_grad` makes them, read and checked.
 
 A trainer calls `tx.update` in its own `jax.jit`, where no axis is bound. The exchange enters the
-mesh by itself, and what it returns are ordinary arrays.
+mesh by itself (`devices.over_rows`), and what it returns are ordinary arrays.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
-from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
+from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import (
+    KeyPath,
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves_with_path,
+    tree_map_with_path,
+)
 
 from jaxsparse.arrays.layout import short_names
-from jaxsparse.comm import meshes
-from jaxsparse.comm.marks import (
-    PerWorker,
-    as_all_workers,
-    as_one_workers,
-    mapped_axes,
-    own_leaves,
-)
-from jaxsparse.comm.meshes import AnyMesh, Placement
-from jaxsparse.feedback.sharded import Update, on_each
-from jaxsparse.feedback.store import ErrorFeedbackState
+from jaxsparse.comm.marks import PerWorker, own_leaves
+from jaxsparse.comm.meshes import AnyMesh, find_workers
 
 _OVERWRITTEN = "_overwrite_with_gradient"  # Flax' collection of scales and histories of maxima
 
 
-def one_workers(updates: Any, state: ErrorFeedbackState, params: Any, axis_name: str | None) -> Any:
+def read_rows(
+    updates: Any,
+    state: Any,
+    params: Any,
+    axis_name: str | None,
+    mesh: Mesh | None,
+    workers: int | None,
+) -> tuple[Any, Any, int, AnyMesh | None]:
+    """Reads what `update` got where no axis is bound.
+
+    Returns:
+        Gradients, each with a row for each worker. Shapes and dtypes of one worker's. The number of
+        workers. Their mesh, or None if they are simulated.
+
+    Raises:
+        ValueError: gradients or the state have no row for each worker, or see `find_workers`.
+    """
+    updates = _split_unreduced(updates, axis_name)
+    one = _one_workers(updates, state, params, axis_name)
+    count, found = find_workers((updates, state, params), axis_name, mesh, workers)
+    check_rows(updates, state, count, axis_name)
+    return updates, one, count, found
+
+
+def _one_workers(updates: Any, state: Any, params: Any, axis_name: str | None) -> Any:
     """Shapes and dtypes of one worker's gradients, those of the parameters.
 
     Raises:
@@ -97,7 +118,7 @@ def _check_shapes(updates: Any, shapes: Sequence[tuple[int, ...]], axis_name: st
             )
 
 
-def _shapes_in(updates: Any, state: ErrorFeedbackState) -> list[Any]:
+def _shapes_in(updates: Any, state: Any) -> list[Any]:
     """The parameters' shapes, as far as accumulators of the state have them."""
     found: dict[str, tuple[int, ...]] = {}
     for field in (state.residual, state.momentum, state.pending or {}):
@@ -128,40 +149,44 @@ def check_rows(
             )
 
 
-def over_rows(
-    update: Update,
-    updates: Any,
-    state: ErrorFeedbackState,
-    momentum: Any,
-    mesh: AnyMesh | None,
-    axis_name: Any,
-    compressed: Set[int],
-) -> tuple[Any, ErrorFeedbackState]:
-    """Runs `update` for all workers: on the mesh, or simulated.
+def _split_unreduced(gradients: Any, axis_name: str | None) -> Any:
+    """Gives each worker's partial sum of an unreduced gradient a row. It moves no data.
+
+    On a mesh of Explicit axes, `jax.grad` with respect to parameters that are typed as reduced over
+    an axis leaves gradients unreduced over it:
+
+        typed = lambda w, spec: jax.reshard(w, PartitionSpec(*spec, reduced={"data"}))
+        grads = jax.grad(loss)(jax.tree.map(typed, params, partitions), batch)
+
+    There the loss is the mean over the whole batch. Partial sums of its gradient add up to the
+    gradient, and an exchange takes means, so they are multiplied by the number of workers, W.
+
+    Returns:
+        The same tree. An array whose type is unreduced over `axis_name` has the shape (W, ...),
+        split over this axis. All others stay.
 
     Raises:
-        ValueError: the state was not made for the inner axes of this mesh.
+        ValueError: a gradient is unreduced over another axis, too.
     """
-    if (how := meshes.RUNNING.get()) is not None and how.workers is not None:
-        scope = f"{meshes.SCOPE}_{meshes.MOMENTUM}" if state.momentum else meshes.SCOPE
-        with jax.named_scope(scope):  # `jaxsparse.check` asks for shapes alone
-            return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), updates), state
-    widened = as_one_workers(state)
-    placement = Placement.of(state.placement)
-    if mesh is None:
-        with jax.named_scope(meshes.SCOPE):
-            axes = mapped_axes(state)
-            means, after = jax.vmap(
-                lambda updates, state: update(updates, state, momentum, ()),
-                in_axes=(0, axes),
-                out_axes=(None, axes),
-                axis_name=axis_name,
-            )(updates, widened)
-    else:
-        meshes.check_inner(mesh, axis_name, placement)
-        if placement is None:
-            placement = Placement((), (PartitionSpec(),) * len(jax.tree.leaves(updates)))
-        means, after = on_each(
-            *(update, mesh, axis_name, placement, compressed, True, updates, widened, momentum)
-        )
-    return means, as_all_workers(after)
+
+    def one(path: KeyPath, x: Any) -> Any:
+        sharding = getattr(jax.typeof(x), "sharding", None)
+        spec = PartitionSpec() if sharding is None else sharding.spec
+        if sharding is None or axis_name not in spec.unreduced:
+            return x
+        if set(spec.unreduced) != {axis_name}:
+            raise ValueError(
+                f"gradient{keystr(path)} has the type {jax.typeof(x)}, which is unreduced over "
+                f"{tuple(spec.unreduced)} and not over {axis_name!r} alone: type parameters by "
+                f"jax.reshard(w, PartitionSpec(*spec, reduced={{{axis_name!r}}}))"
+            )
+        workers = sharding.mesh.shape[axis_name]
+        return jax.shard_map(
+            lambda x: workers * x[None],
+            mesh=sharding.mesh,
+            in_specs=spec,
+            out_specs=PartitionSpec(axis_name, *spec.partitions),
+            check_vma=False,
+        )(x)
+
+    return tree_map_with_path(one, gradients)

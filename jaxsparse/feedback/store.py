@@ -172,19 +172,20 @@ class StateStore(NamedTuple):
 
         def leaves(stored: Mapping[str, Any]) -> dict[int, Array]:
             return {
-                i: stored[name].value[0] if isinstance(stored[name], PerWorker) else stored[name]
+                i: _array(stored[name])[0] if _is_marked(stored[name]) else stored[name]
                 for i, name in enumerate(layout.names)
                 if name in stored
             }
 
         residuals, momenta = leaves(state.residual), leaves(state.momentum)
         pending = leaves(state.pending or {})
+        reducers = [state.reducers[name] for name in _names(plan)]
         if not self.keeps_residual:
             residuals = {i: jnp.zeros(layout.shapes[i], jnp.float32) for i in plan.compressed}
         own = layout.buckets_of(residuals)
         kept: Any = layout.buckets_of(momenta) if self.has_momentum else [None] * len(own)
         return Carried(
-            list(map(Bucket, own, kept, (state.reducers[name] for name in _names(plan)))),
+            list(map(Bucket, own, kept, reducers)),
             layout.dense_of(momenta) if self.has_momentum else None,
             layout.dense_of(pending) if self.is_delayed else None,
         )
@@ -236,7 +237,7 @@ class StateStore(NamedTuple):
         """The state with marked arrays typed as different between workers."""
         treedef: Any
         leaves, treedef = jax.tree.flatten(state, is_leaf=_is_marked)
-        own = wire.varying([x.value for x in leaves if _is_marked(x)], self.axes.axis_name)
+        own = wire.varying([_array(x) for x in leaves if _is_marked(x)], self.axes.axis_name)
         typed = iter(own)
         return treedef.unflatten(PerWorker(next(typed)) if _is_marked(x) else x for x in leaves)
 
@@ -280,6 +281,10 @@ def _of_mean(plan: TreePlan) -> set[int]:
 
 def _is_marked(node: Any) -> bool:
     return isinstance(node, PerWorker)
+
+
+def _array(node: Any) -> Any:
+    return node.jaxsparse_per_worker if isinstance(node, PerWorker) else node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,8 +423,8 @@ def _check(state: ErrorFeedbackState, described: Mapping[str, Mapping[str, _Leaf
 def _seen(node: Any) -> str:
     if node is None:
         return "nothing"
-    x = node.value if isinstance(node, PerWorker) else node
-    return _text(jnp.shape(x), x.dtype, isinstance(node, PerWorker))
+    x = _array(node)
+    return _text(jnp.shape(x), x.dtype, _is_marked(node))
 
 
 def _text(shape: Sequence[int], dtype: Any, is_own: bool) -> str:

@@ -1,7 +1,7 @@
 """Error feedback around one reducer or several, as Optax transformations.
 
 The way of one gradient: `update` runs `on_device` on rows of all workers (`over_rows`) or, where
-the axis is bound, on one worker's (`_run`). There `exchange` begins buckets (adds gradients),
+the axis is bound, on one worker's (`in_worker`). There `exchange` begins buckets (adds gradients),
 calls their reducers (`reduce`: collectives, `deliver`: the mean), and finishes them (residuals).
 """
 
@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.layout import IsDense, small_or_vector
-from jaxsparse.comm import meshes, wire
+from jaxsparse.comm import wire
 from jaxsparse.comm.marks import is_stand_in, unwrapped
 from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
-from jaxsparse.comm.unreduced import split_unreduced
 from jaxsparse.comm.wire import Axes
+from jaxsparse.feedback.devices import in_worker, over_rows, shards, spread, typed_as
 from jaxsparse.feedback.exchange import Exchanged, Settings, TreePlan, exchange, keep_rounding
 from jaxsparse.feedback.options import (
     LeafOptions,
@@ -37,8 +37,7 @@ from jaxsparse.feedback.options import (
     skipped_update,
 )
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
-from jaxsparse.feedback.rows import check_rows, one_workers, over_rows
-from jaxsparse.feedback.sharded import Update, on_devices, shards, spread, typed_as
+from jaxsparse.feedback.rows import read_rows
 from jaxsparse.feedback.store import (
     ErrorFeedbackState,
     StateStore,
@@ -255,10 +254,15 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         if has_nothing(updates, state):
             return updates, state
         is_bound = wire.is_bound(axis_name)  # so this is one worker's code
-        if axis_name is not None and not is_bound:
-            updates = split_unreduced(updates, axis_name)
-        one_worker = updates if is_bound else one_workers(updates, state, params, axis_name)
+        one_worker: Any = updates
+        found: AnyMesh | None = mesh
+        if not is_bound:
+            updates, one_worker, _, found = read_rows(
+                updates, state, params, axis_name, mesh, workers
+            )
         plan = plan_of(one_worker, Placement.of(state.placement))
+        if is_bound:
+            Axes(axis_name).check(updates)  # behind `plan_of`: errors about the tree come first
 
         def on_device(
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
@@ -275,18 +279,10 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
                 delivered = jax.tree.map(lambda x: jnp.where(done.ok, x, of_skipped), delivered)
             return delivered, store.save(done, state, plan)
 
-        if not is_bound:
-            count, found = meshes.find_workers((updates, state), axis_name, mesh, workers)
-            check_rows(updates, state, count, axis_name)
-        else:
-            Axes(axis_name).check(updates)  # behind `plan_of`: errors about the tree come first
+        run = in_worker if is_bound else over_rows
         # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
         with jax.disable_jit(False):
-            if not is_bound:
-                return over_rows(
-                    *(on_device, updates, state, momentum, found, axis_name, plan.compressed)
-                )
-            return _run(on_device, updates, state, momentum, plan.compressed, axis_name, mesh)
+            return run(on_device, updates, state, momentum, found, axis_name, plan.compressed)
 
     return optax.GradientTransformationExtraArgs(init, unwrapped(update))
 
@@ -360,36 +356,4 @@ def _plan(
         sizes=sizes,
         dense_elements=all_dense if dense_elements is None else dense_elements,
         compressed=frozenset(map(operator.attrgetter("leaf"), itertools.chain(*layout.buckets))),
-    )
-
-
-def _run(
-    update: Update,
-    updates: Any,
-    state: ErrorFeedbackState,
-    momentum: Any,
-    compressed: frozenset[int],
-    axis_name: str | None,
-    mesh: Mesh | None,
-) -> tuple[Any, ErrorFeedbackState]:
-    """Runs `update` where it can exchange: here, or on each device of the mesh.
-
-    Raises:
-        ValueError: the state was not made for the inner axes of this mesh.
-    """
-    how, context = meshes.RUNNING.get(), jax.sharding.get_abstract_mesh()
-    is_manual = axis_name in context.manual_axes
-    if is_manual or mesh is None:
-        found: AnyMesh | None = context if is_manual else how.mesh if how else None
-    else:
-        found = mesh
-    placement = Placement.of(state.placement)
-    meshes.check_inner(found, axis_name, placement)
-    if axis_name is None:
-        alone = lambda given, momentum: update(given[0], given[1], momentum, ())
-        return meshes.untyped(alone, (updates, state), momentum)
-    if placement is None or found is None:
-        return update(updates, state, momentum, ())
-    return on_devices(
-        *(update, updates, state, momentum, found, axis_name, placement, compressed, is_manual)
     )

@@ -20,7 +20,7 @@ from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.layout import IsDense
 from jaxsparse.comm import marks, meshes
 from jaxsparse.comm.meshes import AnyMesh, Placement, names_of
-from jaxsparse.feedback.sharded import exchanged_specs
+from jaxsparse.feedback.devices import exchanged_specs
 from jaxsparse.training.per_worker import spec_like
 
 

@@ -27,10 +27,9 @@ from jaxsparse.collectives.quantized_all_reduce import (
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
-from jaxsparse.comm.unreduced import split_unreduced
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import agreed, select
-from jaxsparse.feedback.rows import check_rows, one_workers
+from jaxsparse.feedback.rows import read_rows
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
 from jaxsparse.quantize.quantizer import check_feedback
@@ -166,10 +165,7 @@ def zero1(
         if params is None:
             raise ValueError("params=None: zero1 needs tx.update(grads, state, params)")
         _refuse_bound(axis_name)
-        updates = split_unreduced(updates, axis_name)
-        one_workers(updates, state, params, axis_name)
-        count, found = meshes.find_workers((updates, state, params), axis_name, mesh, workers)
-        check_rows(updates, state, count, axis_name)
+        updates, _, count, found = read_rows(updates, state, params, axis_name, mesh, workers)
         placement = Placement.of(state.placement)
         meshes.check_inner(found, axis_name, placement)
         parts = Ownership.plan(params, rule, count, axis_name, placement)

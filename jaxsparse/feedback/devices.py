@@ -1,4 +1,7 @@
-"""The exchange on a mesh with inner axes: each device exchanges its own shards, see `meshes`."""
+"""Where an exchange runs: for rows of all workers, on a mesh or simulated, or in a worker's code.
+
+On a mesh with inner axes each device exchanges its own shards, see `meshes`.
+"""
 
 import functools
 import math
@@ -133,31 +136,80 @@ def spread(
     )
 
 
-def on_devices(
+def over_rows(
     update: Update,
     updates: Any,
     state: ErrorFeedbackState,
     momentum: Any,
-    mesh: AnyMesh,
-    axis_name: str,
-    placement: Placement,
+    mesh: AnyMesh | None,
+    axis_name: Any,
     compressed: Set[int],
-    is_manual: bool,
 ) -> tuple[Any, ErrorFeedbackState]:
-    """Runs `update` on each device of a mesh with inner axes.
+    """Runs `update` for all workers, whose gradients and per-worker arrays have a row for each.
 
     Args:
-        update: the update of one device.
-        updates: gradients of the worker, or under `jax.vmap` of all workers.
-        state: state of the worker, or under `jax.vmap` of all workers.
+        update: the update of one worker's device.
+        updates: gradients.
+        state: the state.
         momentum: a factor, equal on all workers.
-        mesh: the mesh.
+        mesh: the mesh. None: workers are simulated.
         axis_name: the axis of the workers.
-        placement: partitions of the leaves over the inner axes.
         compressed: the numbers of the leaves in buckets.
-        is_manual: whether the workers' axis is one of `jax.shard_map`, and not of `jax.vmap`.
+
+    Raises:
+        ValueError: the state was not made for the inner axes of this mesh.
     """
-    run = functools.partial(on_each, update, mesh, axis_name, placement, compressed)
+    if (how := meshes.RUNNING.get()) is not None and how.workers is not None:
+        scope = f"{meshes.SCOPE}_{meshes.MOMENTUM}" if state.momentum else meshes.SCOPE
+        with jax.named_scope(scope):  # `jaxsparse.check` asks for shapes alone
+            return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), updates), state
+    if mesh is None:
+        return _simulated(update, updates, state, momentum, axis_name)
+    placement = Placement.of(state.placement)
+    meshes.check_inner(mesh, axis_name, placement)
+    if placement is None:
+        placement = Placement((), (PartitionSpec(),) * len(jax.tree.leaves(updates)))
+    return _on_each(update, mesh, axis_name, placement, compressed, True, updates, state, momentum)
+
+
+def _simulated(
+    update: Update, updates: Any, state: ErrorFeedbackState, momentum: Any, axis_name: str
+) -> tuple[Any, ErrorFeedbackState]:
+    described = kinds(state)
+    axes = jax.tree.map(lambda kind: 0 if kind.is_own else None, described)
+
+    def one(updates: Any, state: Any) -> tuple[Any, Any]:
+        state = jax.tree.map(lambda x, kind: x[None] if kind.is_own else x, state, described)
+        means, state = update(updates, state, momentum, ())
+        return means, jax.tree.map(lambda x, kind: x[0] if kind.is_own else x, state, described)
+
+    with jax.named_scope(meshes.SCOPE):
+        mapped = jax.vmap(one, in_axes=(0, axes), out_axes=(None, axes), axis_name=axis_name)
+        return mapped(updates, state)
+
+
+def in_worker(
+    update: Update,
+    updates: Any,
+    state: ErrorFeedbackState,
+    momentum: Any,
+    mesh: AnyMesh | None,
+    axis_name: str | None,
+    compressed: Set[int],
+) -> tuple[Any, ErrorFeedbackState]:
+    """Runs `update` in one worker's code. See `over_rows`; `mesh` is the one that was given."""
+    how, context = meshes.RUNNING.get(), jax.sharding.get_abstract_mesh()
+    is_manual = axis_name in context.manual_axes
+    if is_manual or mesh is None:
+        mesh = context if is_manual else how.mesh if how else None
+    placement = Placement.of(state.placement)
+    meshes.check_inner(mesh, axis_name, placement)
+    if axis_name is None:
+        alone = lambda given, momentum: update(given[0], given[1], momentum, ())
+        return meshes.untyped(alone, (updates, state), momentum)
+    if placement is None or mesh is None:
+        return update(updates, state, momentum, ())
+    run = functools.partial(_on_each, update, mesh, axis_name, placement, compressed)
     if is_manual:
         return run(False, updates, state, momentum)
 
@@ -169,14 +221,16 @@ def on_devices(
     def rule(workers: int, batched: Any, updates: Any, state: Any, momentum: Any, _: Any) -> Any:
         updates, state, momentum = _rows(workers, batched[:3], updates, state, momentum)
         delivered, state = run(True, updates, state, momentum)
-        batched = jax.tree.map(lambda kind: kind.is_own, kinds(state))
+        described = kinds(state)
+        state = jax.tree.map(lambda x, kind: x[:, None] if kind.is_own else x, state, described)
+        batched = jax.tree.map(lambda kind: kind.is_own, described)
         return (delivered, state), (jax.tree.map(lambda _: False, delivered), batched)
 
     # vmap uses the rule only if an argument differs between workers. The rank always does.
     return exchanged(updates, state, momentum, jax.lax.axis_index(axis_name))
 
 
-def on_each(
+def _on_each(
     update: Update,
     mesh: AnyMesh,
     axis_name: str,
@@ -202,18 +256,16 @@ def on_each(
     of_name = dict(zip(names, specs))
 
     def spec(kind: Kind) -> PartitionSpec:
-        own = (*rows, None) if kind.is_own else ()
+        own = (axis_name if is_stacked else None,) if kind.is_own else ()
         if kind.leaf is not None:
             return PartitionSpec(*own, *of_name[kind.leaf])
         return PartitionSpec(*own, *((inner,) if kind.is_reducers and inner else ()))
 
     def narrow(x: Any, kind: Kind) -> Any:
-        x = x[0] if kind.is_own and is_stacked else x
         return x if not kind.is_reducers or not inner else x[:, 0] if kind.is_own else x[0]
 
     def widen(x: Any, kind: Kind) -> Any:
-        x = x if not kind.is_reducers or not inner else x[:, None] if kind.is_own else x[None]
-        return x[None] if kind.is_own and is_stacked else x
+        return x if not kind.is_reducers or not inner else x[:, None] if kind.is_own else x[None]
 
     described = kinds(state)
     if not is_stacked:  # Explicit axes refuse leaves whose types have another sharding
@@ -252,7 +304,7 @@ def on_each(
 def _rows(
     workers: int, batched: Any, updates: Any, state: Any, momentum: Any
 ) -> tuple[Any, Any, Any]:
-    """The arrays with a row for each worker where they may differ. vmap holds equal ones once.
+    """What `vmap` holds, as `over_rows` has it. It holds once what is equal for all workers.
 
     Raises:
         ValueError: momentum, or an array without a mark, differs between workers.
@@ -266,7 +318,7 @@ def _rows(
 
     def one(x: Any, kind: Kind, is_row: bool) -> Any:
         if kind.is_own:
-            return row(x, is_row)
+            return row(x, is_row)[:, 0]
         if is_row:
             raise ValueError(
                 "an array of the state differs between workers and has no mark PerWorker: pass the "
