@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "jaxsparse"
 ARRAYS = ("arrays/layout.py", "arrays/platforms.py")
 PARTS = (*ARRAYS, "codecs", "collectives", "feedback", "islands", "select", "sketch")
-# Patterns of the tests to run first. Patterns that match no file are skipped.
+# Patterns of the tests to run first.
 LIKELY = {
     "feedback": ("feedback", "delay", "partition", "accumulators", "contract", "by_message"),
     "collectives": (
@@ -42,7 +42,7 @@ LIKELY = {
     "sketch": ("sketch", "block_sketch", "gpu_forms", "hashing"),
     "arrays/platforms.py": ("select", "thresholds", "gpu_forms"),
     "islands": ("islands", "histories", "islands_of_processes", "by_message"),
-    "codecs": ("codec*", "stream", "collectives", "union"),
+    "codecs": ("chunked", "stream", "collectives", "union"),
     "arrays/layout.py": ("layout", "partition", "feedback"),
 }
 SECONDS = 1800  # for one fault
@@ -315,6 +315,7 @@ def likely(copy: Path, fault: Fault) -> list[str]:
     files = [fault.path]
     for pattern in LIKELY.get(fault.part, ()):
         found = sorted((copy / "tests").rglob(f"test_{pattern}.py"))
+        assert found, f"LIKELY: no file is called test_{pattern}.py"
         files += [str(file.relative_to(copy)) for file in found]
     return list(dict.fromkeys(files))
 
