@@ -39,7 +39,7 @@ from jaxsparse.collectives.messages import ladder
 from jaxsparse.collectives.spardl import spar_reduce_scatter
 from jaxsparse.comm.wire import Group
 from jaxsparse.reducers.base import Kept, Sums, settle
-from jaxsparse.select.selection import SELECTORS
+from jaxsparse.select.top_k import SELECTORS
 from jaxsparse.systems import SparDL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -11,7 +11,7 @@ from workers import some
 from jaxsparse import sketch
 from jaxsparse.arrays import blocks
 from jaxsparse.arrays.blocks import BlockStream
-from jaxsparse.select.top_k import block_top_k
+from jaxsparse.select.groups import block_top_k
 from jaxsparse.sketch import SketchSpec
 from jaxsparse.sketch.codec import decode_blocks, encode_blocks
 

@@ -7,9 +7,10 @@ import pytest
 from workers import finished, on_workers, some
 
 from jaxsparse import codecs
-from jaxsparse.select.selection import Bisection, Sampled
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
 from jaxsparse.select.top_k import (
+    Bisection,
+    Sampled,
     _threshold_top_k,
     bisection_top_k,
     sampled_top_k,

@@ -7,17 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, UInt32
 
-__all__ = [
-    "field_words",
-    "float_bits",
-    "from_float_bits",
-    "pack_bits",
-    "pack_fields",
-    "unpack_bits",
-    "unpack_fields",
-    "words",
-]
-
 _BITS = 32
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, Integer, Key, UInt32
 
-__all__ = ["as_uint32", "bounded", "combine", "keyed", "mix", "permute"]
-
 # 2**32 over the golden ratio: odd, and its multiples spread evenly over 32 bits.
 _GOLDEN = 0x9E3779B9
 # Number of rounds of `permute`. With half of them, draws from a few elements are measurably uneven.

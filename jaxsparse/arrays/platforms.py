@@ -17,22 +17,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Shaped, UInt32
 
-__all__ = [
-    "Key",
-    "by_digits",
-    "by_platform",
-    "count_reaching",
-    "count_where",
-    "folded",
-    "kth_largest",
-    "laid_around",
-    "magnitude_bits",
-    "over_tiles",
-    "stored",
-    "to_bits",
-    "zeros",
-]
-
 # A name in this module, so that tests and benchmarks can replace it to choose the form.
 platform_dependent = lax.platform_dependent
 

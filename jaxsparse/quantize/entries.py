@@ -28,8 +28,6 @@ from jaxsparse.arrays.magnitude import (
 from jaxsparse.arrays.settings import static_int
 from jaxsparse.quantize.quantizer import in_groups
 
-__all__ = ["EntryValues", "Floats", "SignMagnitude", "entry_values"]
-
 # Number of consecutive entries that share two levels, as many as 4 chunks with 64 entries have. See
 # `SignMagnitude`.
 _GROUP = 256

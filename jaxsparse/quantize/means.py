@@ -23,8 +23,6 @@ from jaxsparse.arrays.magnitude import largest_magnitude
 from jaxsparse.arrays.platforms import to_bits
 from jaxsparse.quantize.quantizer import repeated
 
-__all__ = ["BASES", "LEVELS", "decoded", "encoded"]
-
 # The formats, their numbers of codes, and of levels that are not zero.
 BASES = {"sign": 2, "ternary": 3, "int2": 4}
 LEVELS = {"sign": 1, "ternary": 1, "int2": 2}

@@ -10,8 +10,6 @@ from jaxtyping import Array, Int, UInt8, UInt32
 from jaxsparse.arrays.bits import field_words, pack_fields
 from jaxsparse.arrays.settings import check_size, static_int
 
-__all__ = ["check_bits", "digit_words", "pack", "pack_digits", "unpack", "unpack_digits"]
-
 _WORD = 32
 _MANY, _LANES = 1024, 16  # numbers of words; see `digit_words`
 _DIGITS = {2: 32, 3: 20, 4: 16}  # digits in a word, by their base: 3**20 < 2**32

@@ -12,23 +12,6 @@ from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields
 from jaxsparse.arrays.platforms import stored
 from jaxsparse.arrays.settings import check_size, static_int
 
-__all__ = [
-    "SCALE_SHIFTS",
-    "QuantizedVector",
-    "Quantizer",
-    "check_feedback",
-    "check_group_size",
-    "cut",
-    "dequantize",
-    "from_message",
-    "in_groups",
-    "padded",
-    "quantize",
-    "repeated",
-    "sent_size",
-    "to_message",
-]
-
 
 class QuantizedVector(NamedTuple):
     """A quantised vector. Only `words` and `scales` travel."""

@@ -12,7 +12,7 @@ from jaxsparse.arrays.settings import Density, check_vector, entries, static_flo
 from jaxsparse.collectives.union import union
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.select.compaction import compact_ranked
-from jaxsparse.select.top_k import block_top_k
+from jaxsparse.select.groups import block_top_k
 
 
 def check_room(name: str, value: Any) -> float:

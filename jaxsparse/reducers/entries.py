@@ -11,7 +11,7 @@ from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.codecs.codec import COO, Codec, check_codec
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.reducers.base import Conservation, Kept, Reducer, Sums, keep_entries
-from jaxsparse.select.selection import Selection, check_selection
+from jaxsparse.select.top_k import Selection, check_selection
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,7 @@ d and value 0.
 from jaxsparse.arrays.settings import check_k
 from jaxsparse.select.compaction import compact
 from jaxsparse.select.fast import fast_top_k, slot_max
-from jaxsparse.select.groups import group_top_k
-from jaxsparse.select.selection import Bisection, Sampled
+from jaxsparse.select.groups import block_top_k, group_top_k
 from jaxsparse.select.slots import (
     Extraction,
     counted_hash_extract,
@@ -30,8 +29,9 @@ from jaxsparse.select.slots import (
 )
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
 from jaxsparse.select.top_k import (
+    Bisection,
+    Sampled,
     bisection_top_k,
-    block_top_k,
     sampled_top_k,
     threshold_top_k,
     top_k,

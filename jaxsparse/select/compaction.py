@@ -18,8 +18,6 @@ from jaxtyping import Bool, Int, Shaped, UInt32
 from jaxsparse.arrays.platforms import Key, by_platform
 from jaxsparse.arrays.settings import check_vector, static_int
 
-__all__ = ["compact", "compact_ranked", "first_of_ranges", "running_sum"]
-
 # Number of bits of a word, and of words of a block.
 _BITS = 32
 _BLOCK = _BITS * _BITS

@@ -27,8 +27,6 @@ from jaxsparse.arrays.settings import check_k, check_seed, check_slots, check_ve
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.select.compaction import first_of_ranges
 
-__all__ = ["Values", "fast_top_k", "slot_max", "streaming_top_k"]
-
 # Number of tiles: enough to spread regions of heavy elements over all slots. Tiles are not so small
 # that a step's overhead counts, nor so large that they exceed the caches. They fill registers: with
 # one element less, XLA's CPU backend takes six times as long to copy a tile.

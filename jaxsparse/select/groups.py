@@ -1,4 +1,4 @@
-"""The largest elements of each of many short runs."""
+"""The largest elements of each of many short runs, and the largest of these runs."""
 
 import functools
 import math
@@ -9,12 +9,13 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Int32
 
+from jaxsparse.arrays import blocks
+from jaxsparse.arrays.blocks import BlockStream
+from jaxsparse.arrays.magnitude import norms
 from jaxsparse.arrays.platforms import by_digits
 from jaxsparse.arrays.settings import check_k, check_vector, static_int
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.select.compaction import compact, compact_rows
-
-__all__ = ["group_top_k"]
 
 # Largest number of rows of a group's grid. A round reads so many elements of the group again.
 _ROWS = 16
@@ -75,6 +76,30 @@ def most_entries(size: int, k: int, group_size: int, parts: int) -> int:
     first = np.minimum(elements, -start % group_size)  # of the group that began before
     whole, last = np.divmod(elements - first, group_size)
     return int(np.max(np.minimum(k, first) + k * whole + np.minimum(k, last)))
+
+
+def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
+    """The k blocks of largest l2 norm, exactly, in order of falling norm.
+
+    Of equal norms the lower block comes first. The last block may be shorter than `block_size`.
+    Only the norms are sorted: d / block_size numbers. S2 Reducer (Ge et al., 2021), section 2.2.
+
+    >>> block_top_k(jnp.float32([3, 3, 0, 4, 0, 0, -5]), 2, 2).indices.tolist()
+    [3, 0]
+    """
+    check_vector("x", x)
+    block_size = blocks.check_block_size(block_size)
+    count = blocks.count(x.size, block_size)
+    limit = f"{count}, the number of blocks of {block_size} in {x.size} elements"
+    return _block_top_k(x, check_k(k, count, limit), block_size)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "block_size"))
+def _block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
+    rows = blocks.rows(x.astype(jnp.float32), block_size)
+    # Root mean squares have the order of norms, and do not overflow.
+    _, indices = lax.top_k(norms(rows, reduce=jnp.mean), k)
+    return blocks.from_dense(x, indices, block_size)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "group_size"))

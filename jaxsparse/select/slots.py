@@ -21,8 +21,6 @@ from jaxsparse.arrays.settings import check_seed, check_slots, check_vector, sta
 from jaxsparse.arrays.stream import SparseStream, from_dense
 from jaxsparse.select.compaction import compact
 
-__all__ = ["Extraction", "counted_hash_extract", "hash_extract", "hash_slots"]
-
 # Number of elements that are compacted before they are hashed, for each that is expected to pass.
 # More pass only if a threshold is far off, or if many elements tie with it.
 _ROOM = 2

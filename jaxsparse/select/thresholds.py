@@ -21,8 +21,6 @@ from jaxsparse.arrays.platforms import (
 )
 from jaxsparse.arrays.settings import check_k, check_seed, check_vector, static_int
 
-__all__ = ["DEFAULT_PASSES", "Bracket", "bisection_threshold", "sampled_threshold"]
-
 # Least expected number of the k largest in the sample. With 64 of them, the number of elements that
 # reach the threshold has a standard deviation of about k / 8.
 _LARGE_SAMPLES = 64

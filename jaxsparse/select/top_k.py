@@ -1,33 +1,31 @@
-"""The k largest elements or blocks, by a sort or, in no order, by a threshold.
+"""The k largest elements, by a sort or, in no order, by a threshold; and all selections by name.
 
 Exact top-k takes two thresholds. One from a sample lets about 7/5 k candidates pass. The other is
 exact, and is found bit by bit among these. A count tells when the sample was off.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
-from jaxsparse.arrays import blocks
-from jaxsparse.arrays.blocks import BlockStream
-from jaxsparse.arrays.magnitude import norms
 from jaxsparse.arrays.platforms import magnitude_bits, to_bits, zeros
 from jaxsparse.arrays.settings import check_k, check_seed, check_vector
 from jaxsparse.arrays.stream import SparseStream, from_dense
 from jaxsparse.select.compaction import first_of_ranges
+from jaxsparse.select.fast import fast_top_k
 from jaxsparse.select.thresholds import (
     DEFAULT_PASSES,
     EXACT_PASSES,
     bisection,
     check_passes,
+    check_samples,
     sampled_threshold,
 )
-
-__all__ = ["bisection_top_k", "block_top_k", "sampled_top_k", "threshold_top_k", "top_k"]
 
 # Largest number of elements to sort. Sorting them takes less time than compiling anything else.
 _SORTED = 2**14
@@ -49,30 +47,6 @@ def top_k(x: Float[Array, " d"], k: int) -> SparseStream:
 def _top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     _, indices = jax.lax.top_k(jnp.abs(x), k)
     return SparseStream(indices, x[indices])
-
-
-def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
-    """The k blocks of largest l2 norm, exactly, in order of falling norm.
-
-    Of equal norms the lower block comes first. The last block may be shorter than `block_size`.
-    Only the norms are sorted: d / block_size numbers. S2 Reducer (Ge et al., 2021), section 2.2.
-
-    >>> block_top_k(jnp.float32([3, 3, 0, 4, 0, 0, -5]), 2, 2).indices.tolist()
-    [3, 0]
-    """
-    check_vector("x", x)
-    block_size = blocks.check_block_size(block_size)
-    count = blocks.count(x.size, block_size)
-    limit = f"{count}, the number of blocks of {block_size} in {x.size} elements"
-    return _block_top_k(x, check_k(k, count, limit), block_size)
-
-
-@functools.partial(jax.jit, static_argnames=("k", "block_size"))
-def _block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
-    rows = blocks.rows(x.astype(jnp.float32), block_size)
-    # Root mean squares have the order of norms, and do not overflow.
-    _, indices = jax.lax.top_k(norms(rows, reduce=jnp.mean), k)
-    return blocks.from_dense(x, indices, block_size)
 
 
 def sampled_top_k(
@@ -221,3 +195,64 @@ def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASS
 def _bisection_top_k(x: Float[Array, " d"], k: int, passes: int) -> SparseStream:
     low, high = bisection(x, k, passes)
     return from_dense(x, first_of_ranges(x, (high, low), k, key=magnitude_bits))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """DGC's: `select.sampled_top_k` with so many samples. None: enough for the size and k."""
+
+    samples: int | None = None
+
+    def __post_init__(self):
+        if self.samples is not None:
+            check_samples(self.samples)
+
+    def __call__(self, x: Float[Array, " m"], k: int) -> SparseStream:
+        return sampled_top_k(x, k, samples=self.samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bisection:
+    """MSTopk's: `select.bisection_top_k` with so many passes."""
+
+    passes: int = DEFAULT_PASSES
+
+    def __post_init__(self):
+        check_passes(self.passes)
+
+    def __call__(self, x: Float[Array, " m"], k: int) -> SparseStream:
+        return bisection_top_k(x, k, passes=self.passes)
+
+
+# "fast" keeps nearly the largest entries, and its time does not depend on the data. The others find
+# a threshold. "exact" finds the right one. "sampled" and "bisection" are `Sampled()` and
+# `Bisection()`.
+Selection = Literal["fast", "exact", "sampled", "bisection"] | Sampled | Bisection
+
+Select = Callable[[Float[Array, " m"], int], SparseStream]
+
+
+class _Selectors(dict[Selection, Select]):
+    """Selection functions by name. Settings are such functions themselves."""
+
+    def __missing__(self, selection: Selection) -> Select:
+        assert not isinstance(selection, str)
+        return selection
+
+
+# Functions of a vector and k. They return at most k entries with distinct indices, in k slots. A
+# slot without an entry has the vector's size as its index, and value 0.
+SELECTORS = _Selectors(
+    fast=fast_top_k, exact=threshold_top_k, sampled=Sampled(), bisection=Bisection()
+)
+
+
+def check_selection(selection: Selection) -> None:
+    """Raises ValueError unless `selection` is a known name or settings."""
+    if isinstance(selection, (Sampled, Bisection)):
+        return
+    if not isinstance(selection, str) or selection not in SELECTORS:
+        raise ValueError(
+            f"selection={selection!r} is unknown: use one of {tuple(SELECTORS)}, or Sampled(...) "
+            "or Bisection(...)"
+        )

@@ -24,19 +24,6 @@ from jaxsparse.arrays.hashing import as_uint32, combine, drawn, keyed
 from jaxsparse.arrays.platforms import zeros
 from jaxsparse.arrays.settings import static_int, static_seed
 
-__all__ = [
-    "SketchSpec",
-    "add_all",
-    "add_one",
-    "empty",
-    "estimates_at",
-    "gathered",
-    "median",
-    "tile_estimates",
-    "wrapped",
-]
-
-
 # Largest number of elements of a tile, unless a spec has its own. Shorter tiles are closer to
 # independent columns, and longer ones have less overhead. This one is within a tenth of the fastest
 # and small enough for a second-level cache.

@@ -11,7 +11,7 @@ from jaxsparse.collectives.gtopk import gtopk as gtopk_all_reduce
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, Sums, keep_merged, marked
 from jaxsparse.reducers.entries import EntryReducer
-from jaxsparse.select.selection import SELECTORS
+from jaxsparse.select.top_k import SELECTORS
 from jaxsparse.systems.table import system
 
 

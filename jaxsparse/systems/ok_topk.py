@@ -14,7 +14,7 @@ from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_top
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.entries import EntryReducer
-from jaxsparse.select.selection import SELECTORS
+from jaxsparse.select.top_k import SELECTORS
 from jaxsparse.systems.table import system
 
 

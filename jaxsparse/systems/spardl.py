@@ -16,7 +16,7 @@ from jaxsparse.comm.wire import Group, bruck_all_gather
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, Sums, keep_merged
 from jaxsparse.reducers.entries import EntryReducer
-from jaxsparse.select.selection import SELECTORS
+from jaxsparse.select.top_k import SELECTORS
 from jaxsparse.systems.table import system
 
 

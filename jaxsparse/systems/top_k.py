@@ -10,8 +10,8 @@ from jaxsparse.codecs.codec import COO, Codec
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Gathered, Kept, Sums
 from jaxsparse.reducers.entries import EntryReducer, decode_entries, encode_entries
-from jaxsparse.select.selection import SELECTORS, Bisection, Selection
 from jaxsparse.select.thresholds import DEFAULT_PASSES
+from jaxsparse.select.top_k import SELECTORS, Bisection, Selection
 from jaxsparse.systems.table import system
 
 
