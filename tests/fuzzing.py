@@ -24,7 +24,7 @@ from jaxsparse.comm import wire
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.feedback.options import OPTIONS
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.select import selection
+from jaxsparse.select.top_k import Bisection, Sampled
 from jaxsparse.systems import SYSTEMS
 
 STEPS = 3
@@ -257,9 +257,7 @@ def _codec(rng):
 
 
 def _selection(rng):
-    return _pick(
-        rng, "fast", "fast", "exact", "sampled", selection.Sampled(5), selection.Bisection(3)
-    )
+    return _pick(rng, "fast", "fast", "exact", "sampled", Sampled(5), Bisection(3))
 
 
 def _count(rng, size):

@@ -690,3 +690,14 @@ def test_orbax_restores_on_another_inner_mesh_and_diagnose_reads_it(tmp_path):
     run, _, _ = stepper(reducer, new)
     updates, _ = run(put(new, gradients(2), "hosts"), restored)
     assert np.any(updates["both"])
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2)])
+def test_a_state_of_another_tree_is_told_on_a_mesh(shape):
+    where = jax.make_mesh(shape, ("data", "fsdp")[: len(shape)])
+    put = lambda tree: jax.device_put(tree, NamedSharding(where, P()))
+    small, large = put({"a": jnp.ones((64, 32))}), put({"a": jnp.ones((64, 32)), "b": jnp.ones(3)})
+    tx = jaxsparse.dense(momentum=0.9)
+    grads = {"a": jnp.ones((shape[0], 64, 32))}
+    with pytest.raises(ValueError, match=r"the state's momentum of 'b' is float32\[3\], but these"):
+        jax.jit(tx.update)(grads, tx.init(large), small)

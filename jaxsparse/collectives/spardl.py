@@ -5,7 +5,6 @@ blocks over teams: R-SAG for a power of two of teams, B-SAG for any number.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,9 +15,7 @@ from jaxsparse.arrays.stream import SparseStream, add, add_to, to_dense
 from jaxsparse.codecs.codec import Codec, check_local, left_of
 from jaxsparse.collectives.messages import ladder
 from jaxsparse.comm.wire import Group, bruck_all_gather
-
-# A function of a vector and k that returns k of the vector's entries, with distinct indices.
-Select = Callable[[Float[Array, " m"], int], SparseStream]
+from jaxsparse.select.top_k import Select
 
 
 class Scattered(NamedTuple):
@@ -64,11 +61,11 @@ def spar_reduce_scatter(
         # No row gets two entries with the same index. A GPU would add those in any order.
         arriving = (rank + jnp.arange(count)) % n
         sums = sums.at[arriving[:, None], arrived.indices].add(arrived.values, mode="drop")
-        selected = selected.at[leaving[:, None], cut.indices].set(True)
+        selected = selected.at[leaving[:, None], cut.indices].set(True, mode="drop")
         distance //= 2
     own = select(sums[rank], k)
     sums = sums.at[rank, own.indices].set(0, mode="drop")
-    return Scattered(own, sums, selected.at[rank, own.indices].set(True))
+    return Scattered(own, sums, selected.at[rank, own.indices].set(True, mode="drop"))
 
 
 def largest(stream: SparseStream, k: int) -> tuple[SparseStream, SparseStream]:

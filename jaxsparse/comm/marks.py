@@ -183,7 +183,7 @@ def in_variable(x: Any, spec: PartitionSpec) -> Any:
     return sys.modules["flax.nnx"].Variable(x, out_sharding=axes, eager_sharding=False)
 
 
-def unwrapped(update: optax.TransformUpdateExtraArgsFn) -> optax.TransformUpdateExtraArgsFn:
+def on_plain_arrays(update: optax.TransformUpdateExtraArgsFn) -> optax.TransformUpdateExtraArgsFn:
     """`update` for trees with Variables. It sees plain arrays; its results are in Variables again.
 
     `nnx.Optimizer` takes arrays out by itself. A loop that calls `tx.update` with an `nnx.State`

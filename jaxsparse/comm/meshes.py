@@ -32,7 +32,7 @@ AnyMesh = Mesh | AbstractMesh
 # The exchange's operations have this scope in compiled programs.
 SCOPE = "jaxsparse_exchange"
 # Those of `per_worker` have this one.
-OWN_SCOPE = "jaxsparse_per_worker"
+OWN_SCOPE = "jaxsparse_own_gradients"
 # SCOPE goes on so in the program of a check, if the exchange has momentum.
 MOMENTUM = "with_momentum"
 

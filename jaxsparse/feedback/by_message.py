@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse.arrays.layout import Pieces
+from jaxsparse.arrays.layout import Pieces, join
 from jaxsparse.codecs.codec import bits, from_bits
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import (
@@ -33,12 +33,11 @@ from jaxsparse.feedback.exchange import (
     Exchanged,
     Settings,
     TreePlan,
-    agreed,
     begin,
+    exchange_dense,
     finish,
-    joined,
-    select,
     total,
+    where_ok,
     with_mean_momentum,
 )
 from jaxsparse.feedback.store import ErrorFeedbackState
@@ -228,7 +227,7 @@ def _posted(
 ) -> tuple[UInt32[Array, " words"], tuple[Posted, ...], Exchanged]:
     """The first half of `exchange`, and the result of a step that changes nothing."""
     _check(settings)
-    ok, _ = agreed(gradients, dense, settings.axes)
+    ok, _ = exchange_dense(gradients, dense, settings.axes)
     flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
     words, held = [bits(flag[None]), bits(dense)], []
     rank = jnp.asarray(rank, jnp.int32)
@@ -237,7 +236,7 @@ def _posted(
     ):
         # A gradient that is not finite must not stay with a worker whose message comes too late.
         begun = begin(gradient, b, ok, settings, needs_zeros)
-        message, kept = _checked(reducer).encode(joined(begun.residual), b.reducer, rank)
+        message, kept = _checked(reducer).encode(join(begun.residual), b.reducer, rank)
         words.append(message)
         held.append(Posted(begun, kept))
     info = Info(jnp.int32(0), jnp.int32(0))
@@ -265,7 +264,9 @@ def _received(
         first = first.at[:, 1:].multiply(shares[:, None] * len(messages))
     # Added up as in a collective: over an axis, here that of the messages.
     ok, dense_mean = jax.vmap(
-        lambda own: agreed([(own[:1],)], own[1:], Axes(_AXIS)), axis_name=_AXIS, out_axes=None
+        lambda own: exchange_dense([(own[:1],)], own[1:], Axes(_AXIS)),
+        axis_name=_AXIS,
+        out_axes=None,
     )(first)
     means: list[Pieces] = []
     after: list[Bucket] = []
@@ -275,7 +276,7 @@ def _received(
     ):
         reducer = _checked(reducer)
         part, rest = _cut(rest, reducer.words(size))
-        vector = joined(own.begun.residual)
+        vector = join(own.begun.residual)
         if shares is None:
             reduced = deliver(vector, reducer.decode(part, size), own.kept, len(messages))
         else:
@@ -284,7 +285,7 @@ def _received(
             reduced = reduced._replace(kept=Kept(vector, None, reduced.kept.state))
         mean, now = finish(own.begun, vector, reduced, ok, settings, needs_zeros)
         means.append(mean)
-        after.append(select(ok, now, b))
+        after.append(where_ok(ok, now, b))
         infos.append(reduced.info)
     if rest.shape[1]:
         raise _misfit(messages)

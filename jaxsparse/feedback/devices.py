@@ -1,6 +1,7 @@
 """Where an exchange runs: for rows of all workers, on a mesh or simulated, or in a worker's code.
 
-On a mesh with inner axes each device exchanges its own shards, see `meshes`.
+On a mesh with inner axes each device exchanges its own shards, see `meshes`: their shapes, and how
+`init` spreads a state over devices, stand here, too.
 """
 
 import functools
@@ -147,6 +148,8 @@ def over_rows(
 ) -> tuple[Any, ErrorFeedbackState]:
     """Runs `update` for all workers, whose gradients and per-worker arrays have a row for each.
 
+    Under `jaxsparse.check`, which asks for shapes alone, means are zeros.
+
     Args:
         update: the update of one worker's device.
         updates: gradients.
@@ -161,7 +164,7 @@ def over_rows(
     """
     if (how := meshes.RUNNING.get()) is not None and how.workers is not None:
         scope = f"{meshes.SCOPE}_{meshes.MOMENTUM}" if state.momentum else meshes.SCOPE
-        with jax.named_scope(scope):  # `jaxsparse.check` asks for shapes alone
+        with jax.named_scope(scope):
             return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), updates), state
     if mesh is None:
         return _simulated(update, updates, state, momentum, axis_name)
@@ -257,8 +260,8 @@ def _on_each(
 
     def spec(kind: Kind) -> PartitionSpec:
         own = (axis_name if is_stacked else None,) if kind.is_own else ()
-        if kind.leaf is not None:
-            return PartitionSpec(*own, *of_name[kind.leaf])
+        if kind.leaf is not None and inner:
+            return PartitionSpec(*own, *of_name.get(kind.leaf, ()))  # `update` tells unknown names
         return PartitionSpec(*own, *((inner,) if kind.is_reducers and inner else ()))
 
     def narrow(x: Any, kind: Kind) -> Any:
@@ -268,7 +271,8 @@ def _on_each(
         return x if not kind.is_reducers or not inner else x[:, None] if kind.is_own else x[None]
 
     described = kinds(state)
-    if not is_stacked:  # Explicit axes refuse leaves whose types have another sharding
+    # Leaves are cut here as they are exchanged. Explicit axes refuse to do it at the border.
+    if not is_stacked:
         leaves = [
             meshes.constrain(x, NamedSharding(mesh, spec)) if own != spec else x
             for x, own, spec in zip(leaves, placement.own, specs)

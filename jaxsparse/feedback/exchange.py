@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse.arrays.layout import Layout, Pieces, cut
+from jaxsparse.arrays.layout import Layout, Pieces, cut, join
 from jaxsparse.arrays.magnitude import LARGEST
 from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Axes
@@ -84,9 +84,9 @@ def exchange(
     """
     axes = settings.axes
     pending = None
-    gradients = [_shaped(own, r) for own, r in zip(gradients, plan.reducers)]
+    gradients = [_flat_unless_few(own, r) for own, r in zip(gradients, plan.reducers)]
     buckets = [
-        Bucket(_shaped(b.residual, r), _shaped(b.momentum, r), b.reducer)
+        Bucket(_flat_unless_few(b.residual, r), _flat_unless_few(b.momentum, r), b.reducer)
         for b, r in zip(before.buckets, plan.reducers)
     ]
     if settings.is_delayed:
@@ -98,13 +98,13 @@ def exchange(
         finite = _all_finite_in([gradients, [b.residual for b in begun], dense])
         ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
         after = _begin_each(gradients, after, ok, plan, settings)
-        pending = select(ok, dense, jnp.zeros_like(dense))
+        pending = where_ok(ok, dense, jnp.zeros_like(dense))
     else:
         # `begun` is for the flag alone: `_exchange_each` begins again, with `ok`. The sums
         # are finite where gradients are. But if the flag reads them, too, XLA holds less: with
         # momentum and 16 leaves, by a quarter of a vector.
         begun = _begin_each(gradients, buckets, True, plan, settings)
-        ok, dense_mean = agreed([gradients, [b.residual for b in begun]], dense, axes)
+        ok, dense_mean = exchange_dense([gradients, [b.residual for b in begun]], dense, axes)
         means, after, infos = _exchange_each(gradients, buckets, ok, plan, settings)
         dense_ok = ok
     dense_mean, dense_momentum = with_mean_momentum(
@@ -114,7 +114,7 @@ def exchange(
     return Exchanged(means, dense_mean, carried, total(infos, plan, axes), ok & dense_ok)
 
 
-def _shaped(pieces: P, reducer: Reducer) -> P:
+def _flat_unless_few(pieces: P, reducer: Reducer) -> P:
     """The pieces, flat unless the reducer leaves all but few entries as they are.
 
     XLA writes a result over an operand of the same shape. So sums in accumulators' shapes take no
@@ -149,7 +149,7 @@ def _exchange_each(
         begun = b._replace(residual=x)
         if gradients is not None:
             begun = begin(x, b, ok, settings, needs_zeros)
-        vector = joined(begun.residual)
+        vector = join(begun.residual)
         reduced = reducer(vector, b.reducer, axis_name=axes.axis_name)
         mean, own = finish(begun, vector, reduced, ok, settings, needs_zeros)
         means.append(mean)
@@ -190,14 +190,9 @@ def begin(
     if kept is not None and not needs_zeros:
         # The exchanged vector is computed from it. Otherwise XLA computes the momentum after the
         # exchange, and keeps two vectors until then.
-        kept = u = select(ok, u, kept)
+        kept = u = where_ok(ok, u, kept)
     x = fed_back(before.residual, summand(gradient, u, kept, settings, needs_zeros), settings)
-    return Bucket(select(ok, x, before.residual), kept, before.reducer)
-
-
-def joined(pieces: Pieces) -> Float[Array, " d"]:
-    """The pieces of a bucket as one vector."""
-    return jnp.concatenate([piece.reshape(-1) for piece in pieces])
+    return Bucket(where_ok(ok, x, before.residual), kept, before.reducer)
 
 
 def finish(
@@ -229,8 +224,8 @@ def finish(
     x, momentum, state = begun
     residual, sent, after, indices = reduced.kept
     own = vector if indices is None else vector.at[indices].get(mode="fill", fill_value=0)
-    mean = select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
-    residual = select(ok, residual, own)
+    mean = where_ok(ok, reduced.mean, jnp.zeros_like(reduced.mean))
+    residual = where_ok(ok, residual, own)
     is_masked = momentum is not None and not needs_zeros
     sent = ok & sent if is_masked and sent is not None else None
     shapes = [piece.shape for piece in x]
@@ -246,7 +241,7 @@ def finish(
             momentum = jax.tree.map(_masked, momentum, sent)
     if needs_zeros:
         means, momentum = with_mean_momentum(means, momentum, ok, settings)
-    return means, Bucket(left, momentum, select(ok, after, state))
+    return means, Bucket(left, momentum, where_ok(ok, after, state))
 
 
 def _with(pieces: Pieces, indices: Int[Array, " n"], values: Array) -> Pieces:
@@ -284,7 +279,7 @@ def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: TreePlan) ->
 def _with_lost(residual: Array, mean: Array, low: Array) -> Array:
     lost = mean - low.reshape(mean.shape)
     # Where nothing is lost, keep the residual's bits: -0 + 0 would be +0.
-    return jnp.where(lost == 0, residual, _held(residual + lost))
+    return jnp.where(lost == 0, residual, _in_range(residual + lost))
 
 
 def _masked(kept: Array, sent: Array) -> Array:
@@ -294,12 +289,12 @@ def _masked(kept: Array, sent: Array) -> Array:
 def fed_back(residual: Pieces, added: Pieces, settings: Settings) -> Pieces:
     """The sum that a worker has to send: its residual, decayed, plus what it adds."""
     if settings.decay == 1:
-        return jax.tree.map(lambda v, u: _held(v + u), residual, added)
+        return jax.tree.map(lambda v, u: _in_range(v + u), residual, added)
     decay = jnp.float32(settings.decay)
-    return jax.tree.map(lambda v, u: _held(decay * v + u), residual, added)
+    return jax.tree.map(lambda v, u: _in_range(decay * v + u), residual, added)
 
 
-def _held(x: Array) -> Array:
+def _in_range(x: Array) -> Array:
     """Sums of finite numbers, within float32's range: an overflow would stay for ever."""
     return jnp.clip(x, -LARGEST, LARGEST)
 
@@ -311,7 +306,7 @@ def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
     return wire.psum(pending, axes.axis_name) / wire.axis_size(axes.axis_name)
 
 
-def agreed(looked_at: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
+def exchange_dense(looked_at: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
     """Whether everything is finite, and the mean of the dense leaves, from one message."""
     finite = _all_finite_in([looked_at, dense])
     broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
@@ -338,7 +333,7 @@ def _after(x: Pieces, mean: Pieces, axes: Axes) -> tuple[Pieces, Pieces]:
     return x, after
 
 
-def select(ok: Array | bool, new: Any, old: Any) -> Any:
+def where_ok(ok: Array | bool, new: Any, old: Any) -> Any:
     """`new` where ok, else `old`, leaf by leaf."""
     return new if ok is True else jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
@@ -354,11 +349,11 @@ def with_mean_momentum(
     """
     if settings.momentum is not None and before is not None:
         factor = jnp.asarray(settings.momentum, jnp.float32)
-        with_momentum = lambda u, g: _held(factor * u + g)
+        with_momentum = lambda u, g: _in_range(factor * u + g)
         u = jax.tree.map(with_momentum, before, mean)
         mean = jax.tree.map(with_momentum, u, mean) if settings.nesterov else u
-        before = select(ok, u, before)
-    return select(ok, mean, jax.tree.map(jnp.zeros_like, mean)), before
+        before = where_ok(ok, u, before)
+    return where_ok(ok, mean, jax.tree.map(jnp.zeros_like, mean)), before
 
 
 def corrected(
@@ -368,7 +363,7 @@ def corrected(
     if settings.momentum is None or before is None or needs_zeros:
         return gradient
     factor = jnp.asarray(settings.momentum, jnp.float32)
-    return jax.tree.map(lambda u, g: _held(factor * u + g), before, gradient)
+    return jax.tree.map(lambda u, g: _in_range(factor * u + g), before, gradient)
 
 
 def summand(

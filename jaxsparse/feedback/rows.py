@@ -45,7 +45,7 @@ def read_rows(
     """
     updates = _split_unreduced(updates, axis_name)
     one = _one_workers(updates, state, params, axis_name)
-    count, found = find_workers((updates, state, params), axis_name, mesh, workers)
+    count, found = find_workers((updates, state), axis_name, mesh, workers)
     check_rows(updates, state, count, axis_name)
     return updates, one, count, found
 

@@ -382,7 +382,7 @@ def _check_origin(state: ErrorFeedbackState, plan: TreePlan, is_delayed: bool) -
             f"delay={int(is_delayed)}: {fix}"
         )
     for i, (name, needed) in enumerate(zip(_names(plan), plan.states)):
-        there, wanted = _kinds(state.reducers[name]), _kinds(needed)
+        there, wanted = _in_words(state.reducers[name]), _in_words(needed)
         if there != wanted:
             raise ValueError(
                 f"the state was made for other settings: {plan.systems[i]}'s own state of bucket "
@@ -390,7 +390,7 @@ def _check_origin(state: ErrorFeedbackState, plan: TreePlan, is_delayed: bool) -
             )
 
 
-def _kinds(state: Any) -> str:
+def _in_words(state: Any) -> str:
     """Shapes and dtypes of a reducer's state as one worker sees it, in words."""
     found = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_marked)[0]
     return ", ".join(f"{keystr(path)} {_seen(x)}".strip() for path, x in found) or "nothing"

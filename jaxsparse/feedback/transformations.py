@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.layout import IsDense, named_leaves, small_or_vector
 from jaxsparse.comm import wire
-from jaxsparse.comm.marks import is_stand_in, unwrapped
+from jaxsparse.comm.marks import is_stand_in, on_plain_arrays
 from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.devices import in_worker, over_rows, shards, spread, typed_as
@@ -122,6 +122,7 @@ class ErrorFeedback(LeafOptions):
         A transformation. `init` needs no axis and returns one worker's state, for `jaxsparse.shard`
         to spread, or with `mesh` a state that is spread already. `update` takes gradients with a
         row for each worker (`jaxsparse.value_and_grad`), or where `axis_name` is bound a worker's.
+        Call it under `jax.jit`: outside, each call compiles the exchange anew.
 
     Raises:
         ValueError: settings out of range. From `init`: no leaf is compressed under the default
@@ -261,15 +262,13 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         if has_nothing(updates, state):
             return updates, state
         is_bound = wire.is_bound(axis_name)  # so this is one worker's code
-        one_worker: Any = updates
+        shapes: Any = updates  # at least the shapes of one worker's
         found: AnyMesh | None = mesh
         if not is_bound:
-            updates, one_worker, _, found = read_rows(
-                updates, state, params, axis_name, mesh, workers
-            )
-        plan = plan_of(one_worker, Placement.of(state.placement))
+            updates, shapes, _, found = read_rows(updates, state, params, axis_name, mesh, workers)
+        plan = plan_of(shapes, Placement.of(state.placement))
         if is_bound:
-            Axes(axis_name).check(updates)  # behind `plan_of`: errors about the tree come first
+            Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more
 
         def on_device(
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
@@ -291,7 +290,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         with jax.disable_jit(False):
             return run(on_device, updates, state, momentum, found, axis_name, plan.compressed)
 
-    return optax.GradientTransformationExtraArgs(init, unwrapped(update))
+    return optax.GradientTransformationExtraArgs(init, on_plain_arrays(update))
 
 
 def _one_rule(reducer: Reducer, is_dense: IsDense | None) -> Rules:

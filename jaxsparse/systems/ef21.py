@@ -163,7 +163,7 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
         kept = own(wire.varying(kept, axis_name))
         return delivered, EF21State(inner, kept, estimate, steps)
 
-    return optax.GradientTransformationExtraArgs(init, marks.unwrapped(update))
+    return optax.GradientTransformationExtraArgs(init, marks.on_plain_arrays(update))
 
 
 def _check_tree(momentum: Any, updates: Any) -> None:

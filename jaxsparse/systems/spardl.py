@@ -110,6 +110,8 @@ class SparDL(EntryReducer):
         decode = functools.partial(self.codec.decode, capacity=k, size=size, dtype=x.dtype)
         total = jax.vmap(functools.partial(to_dense, size=size))(jax.vmap(decode)(messages))
         total = wire.replicated(total.reshape(-1)[: x.size], axis_name)
+        # "global": all that was cut. "partial": where a sum arrived, what the first cut withheld.
+        # "local": what the first cut withheld, everywhere.
         kept = discarded if self.residuals == "global" else withheld
         kept, selected = (blocks.reshape(-1)[: x.size] for blocks in (kept, selected))
         sums, mine = keep_merged(x, total, kept, selected, state)

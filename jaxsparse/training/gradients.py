@@ -26,7 +26,8 @@ from jaxsparse.training.constraints import constrains, rewritten
 Way = Literal["vmap", "shard_map"]
 # vmap's weight gradients of convolutions gather across workers; of a ragged product it has no rule.
 _NOT_MAPPED = {"conv_general_dilated", "ragged_dot_general"}
-OwnAndEqual = tuple[list[Any], list[Any]]  # a worker's own arrays, and those equal on all workers
+# A worker's own arrays, and those equal on all workers: `LocalSteps` has some, gradients none.
+OwnAndEqual = tuple[list[Any], list[Any]]
 
 
 def value_and_grad(
@@ -58,14 +59,15 @@ def value_and_grad(
     `fun` need no change. Sharding constraints in `fun` may name `axis_name`; it is taken out. (With
     a convolution beside it, only a `NamedSharding` may, and not a `PartitionSpec` or logical axes.)
 
-    On a mesh without other axes `fun` runs under `jax.shard_map`. With other axes there are two
-    ways. `via="vmap"` maps over the rows. It does not serve convolutions, whose weight gradients
-    JAX would gather across workers, nor a `jax.shard_map` of some axes inside `fun`, nor Explicit
-    axes. XLA may move an embedding table across workers if its columns are sharded over an axis
-    that shares a worker's batch: shard its rows there. `via="shard_map"` makes `axis_name` alone
-    manual. With two or more other axes XLA (jaxlib 0.10 to 0.12, on CPU) then ends the process on a
-    lookup `table[tokens]` in a table whose columns are sharded: look it up by
-    `jax.nn.one_hot(tokens, n) @ table`. The default is "shard_map" where "vmap" does not serve.
+    On a mesh without other axes `fun` runs under `jax.shard_map` (by vmap, if a constraint names
+    `axis_name`). With other axes there are two ways. `via="vmap"` maps over the rows. It does not
+    serve convolutions, whose weight gradients JAX would gather across workers, nor a
+    `jax.shard_map` of some axes inside `fun`, nor Explicit axes. XLA may move an embedding table
+    across workers if its columns are sharded over an axis that shares a worker's batch: shard its
+    rows there. `via="shard_map"` makes `axis_name` alone manual. With two or more other axes XLA
+    (jaxlib 0.10 to 0.12, on CPU) then ends the process on a lookup `table[tokens]` in a table whose
+    columns are sharded: look it up by `jax.nn.one_hot(tokens, n) @ table`. The default is
+    "shard_map" where "vmap" does not serve.
 
     Args:
         fun: function of a scalar loss, as for `jax.value_and_grad`. A Flax nnx module has to be

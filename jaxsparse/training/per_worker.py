@@ -152,7 +152,7 @@ def per_worker(
         kept = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
         return _nan_unless(ok, delivered), kept
 
-    return optax.GradientTransformationExtraArgs(init, marks.unwrapped(update))
+    return optax.GradientTransformationExtraArgs(init, marks.on_plain_arrays(update))
 
 
 def spec_like(

@@ -28,7 +28,7 @@ from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.exchange import agreed, select
+from jaxsparse.feedback.exchange import exchange_dense, where_ok
 from jaxsparse.feedback.rows import read_rows
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
@@ -191,7 +191,7 @@ def zero1(
         )
         return delivered, kept
 
-    return optax.GradientTransformationExtraArgs(init, marks.unwrapped(update))
+    return optax.GradientTransformationExtraArgs(init, marks.on_plain_arrays(update))
 
 
 def _send_out(
@@ -205,8 +205,10 @@ def _send_out(
         before = {i: x[0] for i, x in residual.items()}
         x = {i: jnp.clip(before[i] + given[i], -LARGEST, LARGEST) for i in before}
         loose = [i for i in given if i not in before]
-        ok, dense = agreed([given[i] for i in x], layouts.join([given[i] for i in loose]), axes)
-        x = select(ok, x, before)
+        ok, dense = exchange_dense(
+            [given[i] for i in x], layouts.join([given[i] for i in loose]), axes
+        )
+        x = where_ok(ok, x, before)
         means = dict(zip(loose, layouts.cut(dense, [given[i].shape for i in loose])))
         lost: dict[int, Array] = {}
         if parts.owned:
