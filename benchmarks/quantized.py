@@ -62,10 +62,11 @@ def main() -> None:
     parser = timing.parser_of(__doc__)
     spardl.add_flags(parser, seeds=3)
     add = parser.add_argument
+    add("--json", metavar="FILE", help="also write all results here")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     args = parser.parse_args()
     where, results = timing.where(), list[dict[str, Any]]()
-    print(f"{args.steps} steps, seeds {args.seeds}; words received\n{spardl.HEADER}")
+    print(f"{args.steps} steps, seeds {args.seeds}; words received\n\n{spardl.head()}")
     for name in args.methods:
         decay = 0.0 if name.endswith("none") else 1.0
         tx = error_feedback(METHODS[name], momentum=args.momentum, decay=decay)
