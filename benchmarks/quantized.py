@@ -1,7 +1,5 @@
 """Quantised all-reduce and random-k on real gradients, with error feedback and without.
 
-`benchmarks/formats.py` has the errors of number formats.
-
     python benchmarks/quantized.py
     python benchmarks/quantized.py --methods "int4, none" "sign, none"
 

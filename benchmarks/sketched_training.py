@@ -279,7 +279,7 @@ def sizes(args: argparse.Namespace) -> dict[str, int]:
 
 def compare(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: File) -> None:
     """Prints the table of rows."""
-    print(timing.head("exchange", "nats a word", "range", "rate", "fewer bytes", "recall"))
+    lines = [timing.head("exchange", "nats a word", "range", "rate", "fewer bytes", "recall")]
     params = init(0, args.width)
     dense = 4 * sum(x.size for x in params.values())
     for name, row in chosen.items():
@@ -293,13 +293,14 @@ def compare(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: F
             f"{dense / payload:.1f}x",
             f"{runs[0]['recall']:.2f}" if "recall" in runs[0] else "",
         )
-        print(timing.row(name, *cells), flush=True)
+        lines.append(timing.row(name, *cells))
+    print("\n".join(lines))
 
 
 def scaled(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: File) -> None:
     """Prints the table of numbers of workers."""
     heads = ("exchange", "workers", "held-out", "largest difference", "updated", "received")
-    print(timing.head(*heads))
+    lines = [timing.head(*heads)]
     params, seed = init(0, args.width), args.seeds[0]
     dense = Row(lambda axis: jaxsparse.dense(axis_name=axis))
     received = lambda row, n: jaxsparse.traffic.traced_bytes(row.tx("data"), params, n).received
@@ -319,7 +320,8 @@ def scaled(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: Fi
                 f"{100 * found['updated']:.1f} %",
                 f"{100 * share:.1f} %" if workers > 1 else "",
             )
-            print(timing.row(name, workers, *cells), flush=True)
+            lines.append(timing.row(name, workers, *cells))
+    print("\n".join(lines))
 
 
 def main() -> None:

@@ -182,7 +182,7 @@ def show(name: str, outcome: Outcome, *more: object) -> dict[str, Any]:
 def residuals(args: argparse.Namespace) -> None:
     """Shows the paper's figure 17 in small."""
     print(head("leak, mean over steps", "max"))
-    show("dense", train(jaxsparse.dense(momentum=args.momentum), args))
+    show("dense", train(jaxsparse.dense(momentum=args.momentum), args), "", "")
     for teams in args.teams:
         gather: Any = "recursive" if teams & (teams - 1) == 0 else "bruck"
         for rule in ("global", "global, cut first", "partial", "local"):
@@ -208,7 +208,7 @@ def compare_teams(args: argparse.Namespace) -> None:
     """Shows what teams cost and save (the paper's figures 13 and 14), by any number of workers."""
     (size,) = jaxsparse.layout.plan(init(0, args.hidden)).bucket_sizes
     print(f"words: of B-SAG at the h of the last step\n\n{head('rounds')}")
-    show("dense", train(jaxsparse.dense(momentum=args.momentum), args))
+    show("dense", train(jaxsparse.dense(momentum=args.momentum), args), "")
     for workers in args.workers:
         sent = 0
         for teams in (t for t in range(1, workers + 1) if workers % t == 0):
@@ -223,7 +223,7 @@ def compare_teams(args: argparse.Namespace) -> None:
                     k, h = entries(DENSITY, size, parts=workers // teams), round(outcome.h)
                     unused = k - min(c for c in ladder(k / teams, k) if c >= h)
                     outcome = outcome._replace(words=outcome.words - 2 * (teams - 1) * unused)
-                name = f"W = {workers}, {teams} {'' if teams == 1 else gather}"
+                name = f"W = {workers}, {teams}" + (f" {gather}" if teams > 1 else "")
                 show(name, outcome, outcome.rounds)
                 sent = outcome.words if teams == 1 else sent
         # What is not drawn is dropped: fed back, it would be stale, and end far higher.

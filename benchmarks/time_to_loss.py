@@ -110,9 +110,8 @@ def show() -> None:
     runs, exchanges = reached()
     dense = traced_bytes(EXCHANGES["dense"].transformation(), SIZE.shapes, SIZE.workers)
     for name, run in runs.items():
-        fewer = dense.payload / run.payload, dense.received / run.received
-        sent, received = (f"{x:.0f}" for x in fewer)
-        print(f"{name}: rate {run.rates}, {sent} times fewer bytes sent, {received} received")
+        sent, received = dense.payload / run.payload, dense.received / run.received
+        print(f"{name}: rate {run.rates}, {sent:.0f}x fewer bytes sent, {received:.0f}x received")
     for optimizer, seconds in SECONDS.items():
         some = {name: run for name, run in runs.items() if name.startswith(optimizer)}
         for rate, timed in over_measured(some, exchanges, MEASURED, seconds).items():
