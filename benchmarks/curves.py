@@ -1,4 +1,4 @@
-"""Curves of training runs, read from JSON, their seconds over links, and tables of both."""
+"""Curves of training runs, read from JSON, and their seconds over links."""
 
 import itertools
 import json
@@ -24,7 +24,6 @@ class Run(NamedTuple):
 
     curves: dict[int, Curve]  # by seed
     rates: str  # the best of the learning rates that were tried
-    tried: dict[str, float]  # the last loss of the first seed, by learning rates
     payload: float  # bytes that a worker hands to collectives, mean over steps
     received: float  # bytes that a worker receives, mean over steps
 
@@ -37,11 +36,6 @@ class Run(NamedTuple):
     def held_out(self) -> np.ndarray:
         """The losses in nats a byte of curves with equal steps, float[seeds, points]."""
         return np.array([curve.held_out for curve in self.curves.values()])
-
-    @property
-    def steps(self) -> np.ndarray:
-        """The steps at which all seeds were measured, int[points]."""
-        return next(iter(self.curves.values())).steps
 
 
 def over_measured(
@@ -79,18 +73,6 @@ def _timed(run: Run, step_seconds: float) -> Run:
     )
 
 
-def table(runs: dict[str, Run], workers: int) -> str:
-    steps = max(curve.steps[-1] for run in runs.values() for curve in run.curves.values())
-    rows = [("method", "loss", "rate", "sent B", "received B")]
-    for name, run in runs.items():
-        losses = run.ends
-        spread = f" ±{losses.std(ddof=1):.3f}" if len(losses) > 1 else ""
-        loss = f"{losses.mean():.3f}{spread}"
-        rows.append((name, loss, run.rates, f"{run.payload:,.0f}", f"{run.received:,.0f}"))
-    head = f"Held-out loss in nats a byte after {steps} steps, {workers} workers; bytes a step:"
-    return "\n".join([head, *aligned(rows, right=range(1, 5))])
-
-
 def times(runs: dict[str, Run], goal: float) -> str:
     """A table of seconds and steps to a held-out loss: means over seeds, if all reach it."""
     rows: list[tuple[str, ...]] = [("method", f"s to {goal:g}", "steps")]
@@ -118,7 +100,6 @@ def load(paths: list[Path]) -> dict[str, Run]:
             runs[name] = Run(
                 curves | (earlier.curves if earlier else {}),
                 found["rates"],
-                (earlier.tried if earlier else {}) | found["tried"],
                 found["payload_bytes_a_step"],
                 found["received_bytes_a_step"],
             )

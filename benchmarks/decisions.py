@@ -13,7 +13,7 @@ from jaxsparse.planner import Plan, plan
 PARAMS, WORKERS, STEPS = 10**9, 8, 100_000
 RATIOS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # time of a dense exchange over that of a step
 COSTS = (0.02, 0.1, 0.2)  # nats above dense gradients by the same optimizer
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 
 
 def planned(ratio: float, cost: float, optimizer: str) -> Plan:
@@ -31,8 +31,7 @@ def cell(plan: Plan) -> str:
 def table() -> list[str]:
     """The lines of the Markdown table."""
     costs = [(optimizer, cost) for optimizer in OPTIMIZERS for cost in COSTS]
-    names = {"adamw": "AdamW", "muon": "Muon"}
-    heads = [f"{names[optimizer]}, {cost:g} nats" for optimizer, cost in costs]
+    heads = [f"{OPTIMIZERS[optimizer]}, {cost:g} nats" for optimizer, cost in costs]
     lines = [["dense exchange over step", *heads], ["---"] * (1 + len(heads))]
     for ratio in RATIOS:
         cells = [cell(planned(ratio, cost, optimizer)) for optimizer, cost in costs]

@@ -22,7 +22,6 @@ import optax
 import timing
 
 import jaxsparse
-from jaxsparse.arrays.printing import aligned
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.systems import TopK
 
@@ -98,36 +97,24 @@ def train(tx: Any, batch: int, rate: float, seed: int) -> np.ndarray:
     return np.asarray(norms)
 
 
-def floors(runs: list[list[float]]) -> list[float]:
-    """Each seed's median over the last fifth of its run."""
-    return [statistics.median(run[-len(run) // 5 :]) for run in runs]
-
-
-def table(found: dict[tuple[str, str], list[list[float]]]) -> str:
-    """The runs' floors, by exchange and setting."""
-    names, settings = (list(dict.fromkeys(each)) for each in zip(*found))
-    cells = [("exchange", *settings)]
-    for name in names:
-        row = [name]
-        for setting in settings:
-            ends = floors(found[name, setting])
-            spread = f" ({min(ends):.2g} to {max(ends):.2g})" if len(ends) > 1 else ""
-            row.append(f"{statistics.median(ends):.2g}{spread}")
-        cells.append(tuple(row))
-    return "\n".join(aligned(cells, right=range(1, len(cells[0]))))
+def floor(norms: np.ndarray) -> float:
+    """The median over the last fifth of a run."""
+    return float(np.median(norms[-len(norms) // 5 :]))
 
 
 def main() -> None:
     timing.where()
-    found: dict[tuple[str, str], list[list[float]]] = {}
-    for batch, rate in itertools.product((0, 1), (0.03, 0.1)):
-        setting = f"{f'batch {batch}' if batch else 'full batch'}, rate {rate:g}"
-        for name, tx in rows().items():
+    settings = list(itertools.product((0, 1), (0.03, 0.1)))
+    names = (f"{f'batch {batch}' if batch else 'full batch'}, rate {r:g}" for batch, r in settings)
+    print(timing.head("exchange", *names))
+    for name, tx in rows().items():
+        cells = []
+        for batch, rate in settings:
             seeds = range(SEEDS if batch else 1)  # all draw the same full batches
-            runs = [train(tx, batch, rate, seed).tolist() for seed in seeds]
-            found[name, setting] = runs
-            print(setting, name, *(f"{end:.2g}" for end in sorted(floors(runs))), flush=True)
-    print(table(found))
+            ends = [floor(train(tx, batch, rate, seed)) for seed in seeds]
+            spread = f" ({min(ends):.2g} to {max(ends):.2g})" if len(ends) > 1 else ""
+            cells.append(f"{statistics.median(ends):.2g}{spread}")
+        print(timing.row(name, *cells), flush=True)
 
 
 if __name__ == "__main__":

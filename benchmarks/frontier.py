@@ -252,7 +252,8 @@ class Results:
     def tried(self, recipe: Recipe, steps: int) -> dict[float, float]:
         """Losses at the end of runs of seed 0, by rate."""
         runs = self.runs(recipe, steps).items()
-        return {rate: _finite(losses[-1]) for (rate, seed), losses in runs if seed == 0}
+        ends = {rate: losses[-1] for (rate, seed), losses in runs if seed == 0}
+        return {rate: math.inf if math.isnan(end) else end for rate, end in ends.items()}
 
     def tuned_rate(self, recipe: Recipe, steps: int) -> float | None:
         """The best rate of runs of so many steps whose half and double were tried and are worse.
@@ -275,10 +276,6 @@ def family(recipe: Recipe) -> Recipe:
     if EXCHANGES[recipe.exchange].system == "random_k":
         return recipe
     return dataclasses.replace(recipe, exchange="int4", warm=0)
-
-
-def _finite(loss: float) -> float:
-    return math.inf if math.isnan(loss) else loss
 
 
 def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:

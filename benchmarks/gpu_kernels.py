@@ -1,9 +1,7 @@
-"""The stages of gpu.py that need JAX: kernels and their repetitions, and whole updates.
+"""The stages of gpu.py that need JAX: kernels, and whole updates.
 
-Times stand beside the least that memory traffic takes. Decodes are repeated on one input, because
-replicas must stay bitwise equal. Their data are not integers: sums of integers are exact in any
-order, and would hide a change of it. Updates are of workers that one device simulates, with
-matrices and vectors.
+Times stand beside the least that memory traffic takes. Updates are of workers that one device
+simulates, with matrices and vectors.
 """
 
 import argparse
@@ -19,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,11 +26,7 @@ import timing
 
 import jaxsparse
 from jaxsparse import codecs, quantize, select, shard, sketch
-from jaxsparse.arrays.stream import SparseStream, to_dense
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-import at_density
-
+from jaxsparse.arrays.stream import to_dense
 from jaxsparse.outer.parallel import run_on_workers
 
 # A program with its arguments.
@@ -142,7 +135,7 @@ def run_stage(args: argparse.Namespace) -> None:
         versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
         stage.record(chip=device.device_kind, platform=device.platform, **versions)
     else:
-        {"repeats": repeats, "kernels": kernels, "steps": steps}[args.stage](stage)
+        {"kernels": kernels, "steps": steps}[args.stage](stage)
 
 
 # --- kernels
@@ -159,8 +152,8 @@ class Kernel(NamedTuple):
 class Inputs:
     """Inputs of all kernels at one size: cubed normals, among which k entries are to be found."""
 
-    def __init__(self, size: int, density: float = _DENSITY):
-        self.size, self.k = size, max(1, int(density * size))
+    def __init__(self, size: int):
+        self.size, self.k = size, max(1, int(_DENSITY * size))
         self.spec = sketch.SketchSpec(rows=5, cols=max(1, size // 64))
         self.x = jax.jit(lambda key: jax.random.normal(key, (size,)) ** 3)(jax.random.key(0))
         self.table, self.key = sketch.encode(self.x, self.spec), jax.random.key(1)
@@ -281,82 +274,6 @@ def _torch_timed(torch: Any, inputs: Inputs) -> float:
     finally:
         if has_gpu:
             torch.cuda.empty_cache()  # for JAX, which shares the memory
-
-
-# --- repetitions
-
-_REPEAT_DENSITY, _REPEAT_SIZE, _TIMES = 0.01, 2**18, 20
-# Programs that may differ from run to run, because one scatter adds entries of one index in any
-# order. A worker's own sketch is made so on a GPU. Nothing that each replica makes for itself is.
-DUPLICATES = "to_dense, 8 entries an index (no promise)"
-ANY_ORDER = (DUPLICATES, "sketch.encode", "mean of sketched_sgd", "mean of s2_reducer")
-# Kernels of the table that are repeated.
-REPEATED = (
-    *("sketch.encode", "sketch.decode", "heavy_hitters", "hash_extract", "slot_max"),
-    *("threshold_top_k", "fast_top_k", "QSGD, 4 bits", "QSGD, back"),
-)
-
-
-def _decodes(size: int) -> dict[str, Program]:
-    i = Inputs(size, _REPEAT_DENSITY)
-    distinct = select.top_k(i.x, i.k)
-    repeated = SparseStream(jnp.tile(distinct.indices, 8), jnp.concatenate([i.x[: i.k]] * 8))
-    scattered = lambda stream: to_dense(stream, size)
-    kernels = i.kernels()
-    return {name: kernels[name][1:] for name in REPEATED} | {
-        "heavymix": (
-            lambda t, key: sketch.heavy_hitters(t, i.spec, size, i.k, rule="heavymix", key=key),
-            (i.table, i.key),
-        ),
-        "sketch.l2_norm": (sketch.l2_norm, (i.table,)),
-        "to_dense": (scattered, (distinct,)),
-        DUPLICATES: (scattered, (repeated,)),
-    }
-
-
-def _means(size: int) -> dict[str, Program]:
-    """Exchanges of vectors [workers, size] by system. One device simulates the workers."""
-    x = jax.random.normal(jax.random.key(2), (_WORKERS, size)) ** 3
-    programs: dict[str, Program] = {}
-    for name in at_density.NAMES:
-        reducer = at_density.reducer_at(name, _REPEAT_DENSITY, size)
-
-        def exchange(x, reducer=reducer):
-            reduced = reducer(x, reducer.init(size), axis_name="data")
-            return {"mean": reduced.mean, "residual": reduced.kept.whole(x).residual}
-
-        programs[f"mean of {name}"] = jax.vmap(exchange, axis_name="data"), (x,)
-    return programs
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32) if x.dtype == jnp.float32 else x
-
-
-@jax.jit
-def _different(a: Any, b: Any) -> Any:
-    """The number of elements whose bits differ."""
-    counts = jax.tree.map(lambda x, y: jnp.sum(_bits(x) != _bits(y)), a, b)
-    return sum(jax.tree.leaves(counts))
-
-
-def repeats(stage: Stage) -> None:
-    """Runs each program several times, and counts the elements that differ from the first run."""
-    programs = _decodes(_REPEAT_SIZE) | _means(_REPEAT_SIZE)
-    for name, compiled in stage.compiled(programs):
-
-        def check(compiled=compiled, arguments=programs[name][1]):
-            first, apart = compiled(*arguments), 0
-            unlike = [int(_different(compiled(*arguments), first)) for _ in range(_TIMES - 1)]
-            if isinstance(first, dict):
-                mean = first["mean"]
-                apart = int(_different(mean, jnp.broadcast_to(mean[:1], mean.shape)))
-            runs = sum(n > 0 for n in unlike)
-            return {"runs_unlike": runs, "most": max(unlike, default=0), "between_replicas": apart}
-
-        if (found := stage.attempt(f"{name}, {_TIMES} times", check)) is not None:
-            on_cpu = stage.args.platform == "cpu" and name != DUPLICATES
-            stage.record(name=name, repeatable=name not in ANY_ORDER or on_cpu, **found)
 
 
 # --- updates

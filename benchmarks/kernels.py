@@ -25,18 +25,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import timing
+from scipy.optimize import nnls
 
 from jaxsparse import codecs, select, sketch
 from jaxsparse.arrays.hashing import bounded, combine, keyed
 from jaxsparse.arrays.settings import entries
-from jaxsparse.arrays.stream import from_dense
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.systems.dragonn import extractor
 
 Runs = dict[str, Callable[[], Any]]
 Energies = dict[str, float]
 _DENSITY = 0.01  # k / size of select and sketch
-_SLOW = 2**24  # the largest size at which exact selections and scattered sketches run
 
 
 def selections(x: jax.Array) -> tuple[Runs, Energies]:
@@ -47,8 +46,6 @@ def selections(x: jax.Array) -> tuple[Runs, Energies]:
     threshold = magnitudes[k - 1]
     mask = jnp.abs(x) >= threshold
     by_group = group_k * (size // group_size) + min(group_k, size % group_size)
-    # What passes a threshold, extracted by counting. Beside it, DRAGONN with its own threshold.
-    counted = jax.jit(lambda x, t: from_dense(x, select.compact(jnp.abs(x) >= t, k)))
     dragonn, seed = jax.jit(extractor("hash"), static_argnums=1), jnp.uint32(0)
     found: dict[str, tuple[int, Callable[[], Any]]] = {  # entries, and how they are found
         "fast_top_k": (k, lambda: select.fast_top_k(x, k)),
@@ -56,16 +53,12 @@ def selections(x: jax.Array) -> tuple[Runs, Energies]:
         "sampled_top_k": (k, lambda: select.sampled_top_k(x, k)),
         "bisection_top_k": (k, lambda: select.bisection_top_k(x, k)),
         "group_top_k": (by_group, lambda: select.group_top_k(x, group_k, group_size)),
-        "compact(|x| >= t)": (k, lambda: counted(x, threshold)),
         "hash_extract": (k, lambda: select.hash_extract(x, threshold, k)),
         "with its threshold": (k, lambda: dragonn(x, k, seed)),
         "slot_max": (k, lambda: select.slot_max(x, k)),
+        "top_k": (k, lambda: select.top_k(x, k)),
+        "top_k as group": (by_group, lambda: select.top_k(x, by_group)),
     }
-    if size <= _SLOW:
-        found |= {
-            "top_k": (k, lambda: select.top_k(x, k)),
-            "top_k as group": (by_group, lambda: select.top_k(x, by_group)),
-        }
     energy = {
         name: float(jnp.sum(run().values ** 2) / jnp.sum(magnitudes[:count] ** 2))
         for name, (count, run) in found.items()
@@ -100,15 +93,14 @@ def sketches(x: jax.Array) -> tuple[Runs, Energies]:
     spec = sketch.SketchSpec(5, max(1, size // 64))
     table = sketch.encode(x, spec)
     choose = lambda: sketch.heavy_hitters(table, spec, size, k)
+    exact = lambda: exact_heavy_hitters(table, spec, size, k)
     runs: Runs = {
         "encode": lambda: sketch.encode(x, spec),
+        "encode by scatter": lambda: scatter_encode(x, spec),
         "decode": lambda: sketch.decode(table, spec, size),
         "heavy_hitters": choose,
+        "decode + top_k": exact,
     }
-    if size > _SLOW:
-        return runs, {}
-    exact = lambda: exact_heavy_hitters(table, spec, size, k)
-    runs |= {"encode by scatter": lambda: scatter_encode(x, spec), "decode + top_k": exact}
     best = jnp.sum(exact() ** 2)
     return runs, {"heavy_hitters": float(jnp.sum(choose()[1] ** 2) / best)}
 
@@ -127,11 +119,8 @@ def measure(kind: str, size: int, repeats: int) -> None:
     for name, times in seconds.items():
         share = f"{energy[name]:.4f}" if name in energy else ""
         ratios = statistics.median(times) / statistics.median(floor), min(times) / min(floor)
-        print(
-            f"{size:>9}  {name:<18}{1e3 * statistics.median(times):>10.3f} {ratios[0]:>9.2f} "
-            f"{ratios[1]:>8.2f} {share:>7}",
-            flush=True,
-        )
+        ms = f"{1e3 * statistics.median(times):.3f}"
+        print(timing.row(size, name, ms, *(f"{x:.2f}" for x in ratios), share), flush=True)
 
 
 # --- decoding
@@ -154,23 +143,9 @@ def messages_of(workers: int, k: int, size: int) -> jax.Array:
     return jnp.asarray(np.concatenate([indices, values], axis=1))
 
 
-def fit(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Non-negative coefficients of least relative squares: the best of all subsets of columns."""
-    a = columns / seconds[:, None]
-    best, error = np.zeros(a.shape[1]), np.inf
-    for count in range(1, a.shape[1] + 1):
-        for chosen in map(list, itertools.combinations(range(a.shape[1]), count)):
-            found = np.linalg.lstsq(a[:, chosen], np.ones(len(a)), rcond=None)[0]
-            squares = float(np.square(a[:, chosen] @ found - 1).sum())
-            if np.all(found >= 0) and squares < error:
-                best, error = np.zeros(a.shape[1]), squares
-                best[chosen] = found
-    return best
-
-
 def decoding(size: int, repeats: int) -> None:
     """Times of both decodings, and a fit of each."""
-    print(f"{'density':>8} {'W':>3} {'W m':>9} {'sparse ms':>10} {'dense ms':>9} {'ratio':>6}")
+    print(timing.head("density", "W", "W m", "sparse ms", "dense ms"))
     results = list[dict[str, Any]]()
     for density, count in itertools.product((0.001, 0.01), (2, 4, 8, 16, 32, 64)):
         k = entries(density, size)
@@ -180,16 +155,14 @@ def decoding(size: int, repeats: int) -> None:
         np.testing.assert_allclose(sparse(messages), dense(messages), atol=1e-4)
         some = {"sparse": lambda: sparse(messages), "dense": lambda: dense(messages)}  # noqa: B023
         seconds = {name: min(x) for name, x in timing.interleaved(some, repeats).items()}
-        results.append({"size": size, "density": density, "workers": count, "k": k, **seconds})
-        print(
-            f"{density:>8} {count:>3} {count * k:>9} {1e3 * seconds['sparse']:>10.2f} "
-            f"{1e3 * seconds['dense']:>9.2f} {seconds['dense'] / seconds['sparse']:>6.2f}",
-            flush=True,
-        )
-    columns = np.array([(size, r["workers"] * r["k"], r["workers"] * size) for r in results], float)
+        results.append({"columns": (size, count * k, count * size), **seconds})
+        ms = (f"{1e3 * x:.2f}" for x in seconds.values())
+        print(timing.row(density, count, count * k, *ms), flush=True)
+    columns = np.array([r["columns"] for r in results], float)
     for name in ("sparse", "dense"):
         times = np.array([r[name] for r in results])
-        found = fit(columns, times)
+        # Of least relative squares, and none negative.
+        found, _ = nnls(columns / times[:, None], np.ones(len(times)))
         off = float(np.exp(np.mean(np.abs(np.log(columns @ found / times)))))
         first, entry, each = 1e9 * found
         print(
@@ -210,8 +183,8 @@ def main() -> None:
         (size,) = args.sizes or [2**22]
         decoding(size, args.repeats)
         return
-    print(f"{'size':>9}  {'operation':<18}{'median ms':>10}   /donated  min/min  energy")
-    for size in args.sizes or [2**e for e in range(16, 27, 2)]:
+    print(timing.head("size", "operation", "median ms", "of the floor", "min / min", "energy"))
+    for size in args.sizes or [2**e for e in range(16, 25, 2)]:
         measure(args.kind, size, args.repeats)
 
 

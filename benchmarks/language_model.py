@@ -16,7 +16,6 @@ import collections
 import functools
 import re
 import sysconfig
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,6 @@ from jax.sharding import Mesh
 from transformer import windows
 
 import jaxsparse
-from jaxsparse.arrays.printing import aligned
 from jaxsparse.reducers.base import Reducer
 
 METHODS = ("dense", "gather", "omni", "s2", "s2 + spardl", "s2 + random")
@@ -188,7 +186,7 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     return optax.chain(optimizer, optax.inject_hyperparams(optax.scale)(1.0))
 
 
-def train(method: Method, texts: Corpus, mesh: Mesh, args: argparse.Namespace) -> dict[str, Any]:
+def train(method: Method, texts: Corpus, mesh: Mesh, args: argparse.Namespace) -> tuple[str, ...]:
     """A row: perplexities of all seeds, the best factor, bytes, and what found no room."""
     tx = optax.chain(jaxsparse.partition(method.policy, decay=method.decay), make_optimizer(args))
 
@@ -220,7 +218,6 @@ def train(method: Method, texts: Corpus, mesh: Mesh, args: argparse.Namespace) -
         return jnp.exp(loss(nnx.merge(graphdef, state)[0], jnp.asarray(valid)))
 
     moved = jaxsparse.traffic.wire_bytes(step, state, next(batches(texts.train, args, 1, 0)))
-    seconds = list[float]()
 
     @functools.cache
     def run(seed: int, factor: float) -> tuple[float, int]:
@@ -228,23 +225,22 @@ def train(method: Method, texts: Corpus, mesh: Mesh, args: argparse.Namespace) -
         _, state = create(seed, factor)
         total = 0
         for batch in batches(texts.train, args, args.steps, seed):
-            began = time.perf_counter()
             state, overflow = step(state, batch)
             total += int(overflow)  # waits: emulated devices may deadlock on queued steps
-            seconds.append(time.perf_counter() - began)
         return float(perplexity(state)), total
 
     tried = {factor: run(args.seeds[0], factor)[0] for factor in args.factors}
     best = min(tried, key=lambda factor: (np.isnan(tried[factor]), tried[factor]))
     perplexities, overflows = zip(*(run(seed, best) for seed in args.seeds))
-    return {
-        "perplexity": perplexities,
-        "factor": best,
-        "received_bytes": moved.received,
-        "embedding_bytes": embedding_bytes(method.policy, (len(texts.words), args.width), mesh),
-        "overflow": sum(overflows),
-        "seconds_per_step": float(np.median(seconds)),
-    }
+    spread = f" ± {np.std(perplexities, ddof=1):.1f}" if len(perplexities) > 1 else ""
+    own = embedding_bytes(method.policy, (len(texts.words), args.width), mesh)
+    return (
+        f"{np.mean(perplexities):.1f}{spread}",
+        f"{best:g}x",
+        f"{moved.received:,.0f}",
+        f"{own:,.0f}",
+        f"{sum(overflows):,}",
+    )
 
 
 def embedding_bytes(policy: dict[str, Reducer], shape: tuple[int, int], mesh: Mesh) -> float:
@@ -253,23 +249,6 @@ def embedding_bytes(policy: dict[str, Reducer], shape: tuple[int, int], mesh: Me
     params = jaxsparse.shard({EMBEDDING: jnp.zeros(shape)}, mesh)
     rows = jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape)), params)
     return jaxsparse.traffic.wire_bytes(jax.jit(tx.update), rows, tx.init(params), params).received
-
-
-HEADS = ("method", "perplexity", "rates", "received B", "for the embedding", "overflow", "s/step")
-
-
-def cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
-    of = np.array(row["perplexity"])
-    spread = f" ± {of.std(ddof=1):.1f}" if len(of) > 1 else ""
-    return (
-        name,
-        f"{of.mean():.1f}{spread}",
-        f"{row['factor']:g}x",
-        f"{row['received_bytes']:,.0f}",
-        f"{row['embedding_bytes']:,.0f}",
-        f"{row['overflow']:,}",
-        f"{row['seconds_per_step']:.3f}",
-    )
 
 
 # Words at most, widths of the layers, and batches of all workers together.
@@ -301,11 +280,11 @@ def main() -> None:
         f"{distinct} rows of the embedding; omni and s2 have room for {union}",
         flush=True,
     )
-    methods, rows = named_methods(args, len(texts.words), union), dict[str, Any]()
+    heads = ("method", "perplexity", "rates", "received B", "for the embedding", "overflow")
+    print(timing.head(*heads))
+    methods = named_methods(args, len(texts.words), union)
     for name in ["dense", *(name for name in METHODS[1:] if name in args.methods)]:
-        rows[name] = train(methods[name], texts, mesh, args)
-        print(*cells(name, rows[name]), sep=", ", flush=True)
-    print("\n".join(aligned([HEADS, *(cells(*row) for row in rows.items())], right=range(1, 7))))
+        print(timing.row(name, *train(methods[name], texts, mesh, args)), flush=True)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,6 @@ METHODS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "sketched_sgd": functools.partial(jaxsparse.sketched_sgd, 10),
     "spardl": functools.partial(jaxsparse.spardl, 0.01),
     "sparcml": functools.partial(jaxsparse.sparcml, 4),
-    "top_k": functools.partial(jaxsparse.top_k, 0.01),
-    "true_top_k": functools.partial(jaxsparse.true_top_k, 1000),
 }
 MODES: dict[str, dict[str, Any]] = {"in order": {}, "delay": {"delay": 1}}
 

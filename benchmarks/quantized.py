@@ -1,7 +1,5 @@
 """Quantised all-reduce and random-k on real gradients, with error feedback and without.
 
-`benchmarks/formats.py` has the errors of number formats.
-
     python benchmarks/quantized.py
     python benchmarks/quantized.py --methods "int4, none" "sign, none"
 
@@ -62,10 +60,11 @@ def main() -> None:
     parser = timing.parser_of(__doc__)
     spardl.add_flags(parser, seeds=3)
     add = parser.add_argument
+    add("--json", metavar="FILE", help="also write all results here")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     args = parser.parse_args()
     where, results = timing.where(), list[dict[str, Any]]()
-    print(f"{args.steps} steps, seeds {args.seeds}; words received\n{spardl.HEADER}")
+    print(f"{args.steps} steps, seeds {args.seeds}; words received\n\n{spardl.head()}")
     for name in args.methods:
         decay = 0.0 if name.endswith("none") else 1.0
         tx = error_feedback(METHODS[name], momentum=args.momentum, decay=decay)

@@ -13,8 +13,6 @@ of all messages that one worker receives (in units of k, the entries that a work
 """
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -128,9 +126,7 @@ def main() -> None:
     keys = ("sum", "share", "workers", "needed", "paid", "random", "all")
     lines = [keys, *(tuple(str(row.get(key, "")) for key in keys) for row in found)]
     print("\n".join(aligned(lines, right=range(1, 7))))
-    if args.json:
-        rows = {**timing.where(), "steps": args.steps, "rows": found}
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+    timing.save({**timing.where(), "steps": args.steps, "rows": found}, args.json)
 
 
 if __name__ == "__main__":

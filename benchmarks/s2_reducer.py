@@ -14,7 +14,7 @@ with each sizing and with exact blocks, and prints the words received over the e
 """
 
 import argparse
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import spardl
 import timing
@@ -33,45 +33,42 @@ RATIOS = (0.1, 0.25, 0.5, 1.0, 2.0)
 class Method(NamedTuple):
     """A row of the table."""
 
-    sizing: str
-    ratio: float | None
+    name: str
     words: int  # of the psum
     reducer: Reducer | None  # None: dense
     decay: float = 1.0  # of the residual
 
 
-def exact_blocks(sizing: str, ratio: float | None, k: int, size: int) -> Method:
+def exact_blocks(name: str, k: int, size: int) -> Method:
     """The exact sum of k blocks of each worker, with room for all of them."""
     count = blocks.count(size, BLOCK)
     reducer = OmniReduce((k - 0.5) / count, block_size=BLOCK)
-    words = min(size, WORKERS * k * BLOCK)
-    return Method(f"blocks, {sizing}", ratio, words, reducer)
+    return Method(f"blocks, {name}", min(size, WORKERS * k * BLOCK), reducer)
 
 
 def methods(size: int, args: argparse.Namespace) -> list[Method]:
     """The rows for a bucket of `size` elements."""
-    rows = [Method("dense", None, size, None)]
+    rows = [Method("dense", size, None)]
     selected = S2(DENSITY, block_size=BLOCK).plan(size, WORKERS).selected
-    rows.append(exact_blocks("all", None, selected, size))
+    rows.append(exact_blocks("all", selected, size))
     sizings: tuple[Literal["union", "local"], ...] = "union", "local"
     for sizing in sizings:
         for ratio in RATIOS:
             s2 = S2(DENSITY, block_size=BLOCK, sketch_ratio=ratio, sizing=sizing)
             words, cols = s2.words(size, WORKERS), s2.plan(size, WORKERS).cols
-            rows.append(Method(sizing if cols else f"{sizing}, exact", ratio, words, s2))
+            name = f"{sizing}, {ratio:g}"
+            rows.append(Method(name if cols else f"{name}, exact", words, s2))
             if args.blocks and cols is not None:
                 k = max(1, words // (WORKERS * BLOCK))
-                rows.append(exact_blocks(sizing, ratio, k, size))
+                rows.append(exact_blocks(name, k, size))
                 # What is not drawn is dropped: fed back, it would be stale, and end far higher.
-                blind = RandomK(words / size)
-                rows.append(Method(f"random, {sizing}", ratio, words, blind, decay=0.0))
+                rows.append(Method(f"random, {name}", words, RandomK(words / size), decay=0.0))
     return rows
 
 
-def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
+def sweep(args: argparse.Namespace) -> None:
     (size,) = jaxsparse.layout.plan(spardl.init(0, args.hidden)).bucket_sizes
-    print(f"{'sizing':<14} {'ratio':>5} {'train loss':>18} {'accuracy, %':>16} {'words':>6}   rate")
-    results: list[dict[str, Any]] = []
+    print(spardl.head())
     for method in methods(size, args):
         if method.reducer is None:
             tx = jaxsparse.dense(momentum=args.momentum)
@@ -79,16 +76,8 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
             tx = jaxsparse.error_feedback(
                 method.reducer, momentum=args.momentum, decay=method.decay
             )
-        outcome = spardl.train(tx, args, WORKERS)
-        print(
-            f"{method.sizing:<14} {'' if method.ratio is None else f'{method.ratio:g}':>5} "
-            f"{spardl.spread(outcome.train_loss):>18} "
-            f"{spardl.spread(outcome.accuracy, 100, 2):>16} {method.words:>6} {outcome.rate:>6g}",
-            flush=True,
-        )
-        row = method._asdict() | {"reducer": repr(method.reducer), "rate": outcome.rate}
-        results.append(row | {"train_loss": outcome.train_loss, "accuracy": outcome.accuracy})
-    return results
+        outcome = spardl.train(tx, args, WORKERS)._replace(words=method.words)
+        spardl.show(method.name, outcome)
 
 
 def received(numbers: list[int]) -> None:
@@ -101,13 +90,12 @@ def received(numbers: list[int]) -> None:
         "sparse_all_gather": SparseAllGather(density),
         "dense": Dense(),
     }
-    print(f"words received over elements, of {size} elements, density {density:g}, blocks of 256")
-    print(f"{'workers':>7}  " + "  ".join(reducers))
+    print(f"words received over elements, of {size} elements, density {density:g}, blocks of 256\n")
+    print(timing.head("workers", *reducers))
     for workers in numbers:
         moved = (jaxsparse.traffic.traced_bytes(x, size, workers) for x in reducers.values())
         shares = [one.received / 4 / size for one in moved]
-        cells = [f"{share:>{len(name)}.3f}" for name, share in zip(reducers, shares)]
-        print(f"{workers:>7}  " + "  ".join(cells), flush=True)
+        print(timing.row(workers, *(f"{share:.3f}" for share in shares)), flush=True)
 
 
 def main() -> None:
@@ -120,9 +108,10 @@ def main() -> None:
     if args.received:
         received(args.received)
         return
-    where, args.batch_size = timing.where(), 144
-    print(f"{args.steps} steps, seeds {args.seeds}")
-    timing.save({**where, **vars(args), "results": sweep(args)}, args.json)
+    args.batch_size = 144
+    timing.where()
+    print(f"{args.steps} steps, seeds {args.seeds}\n")
+    sweep(args)
 
 
 if __name__ == "__main__":

@@ -58,17 +58,16 @@ def delivered(
     return best(x[chosen]), best(x)
 
 
-def show_tails(size: int = 2**17) -> list[dict[str, Any]]:
-    rng, found = np.random.default_rng(0), []
+def show_tails(size: int = 2**17) -> None:
+    rng = np.random.default_rng(0)
     for ratio, (name, make) in itertools.product((10, 20, 100), TAILS.items()):
         x = make(rng, size)
-        for rows, share in itertools.product((1, 3, 5), (0.25, 0.5, 0.75)):
-            sketched, best = delivered(x, ratio, rows, share, rng)
-            row = {"ratio": ratio, "vector": name, "rows": rows, "share": share}
-            found.append({**row, "delivered": sketched, "largest": best})
-        shown = " ".join(f"{row['delivered']:.3f}/{row['largest']:.3f}" for row in found[-9:])
+        pairs = (
+            delivered(x, ratio, rows, share, rng)
+            for rows, share in itertools.product((1, 3, 5), (0.25, 0.5, 0.75))
+        )
+        shown = " ".join(f"{sketched:.3f}/{largest:.3f}" for sketched, largest in pairs)
         print(f"{ratio:>4}x  {name:<14} random-k {1 / ratio:.3f}  {shown}", flush=True)
-    return found
 
 
 Row = tuple[str, Any, float]  # name, system, and the share of the residual that a step keeps
@@ -109,13 +108,13 @@ def main() -> None:
     args = parser.parse_args()
     where = timing.where()
     if args.tails:
-        timing.save({**where, "results": show_tails()}, args.json)
+        show_tails()
         return
     results = list[dict[str, Any]]()
     for hidden, ratio in itertools.product(args.hidden, args.ratios):
         given = {"hidden": hidden, "steps": args.steps, "seeds": args.seeds}
         settings = argparse.Namespace(**given, batch_size=128, lr=0.06)
-        print(f"{hidden} hidden units, {ratio:g}x\n{spardl.HEADER}")
+        print(f"{hidden} hidden units, {ratio:g}x\n\n{spardl.head()}")
         for name, system, decay in rows(hidden, ratio, args.dtypes):
             tx = jaxsparse.error_feedback(system, momentum=0.9, decay=decay)
             found = spardl.show(name, spardl.train(tx, settings, workers=8))

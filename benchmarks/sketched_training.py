@@ -2,7 +2,7 @@ r"""Sketched-SGD's headline in small: does a sketch train as well as true top-k,
 
     python benchmarks/sketched_training.py --json benchmarks/results/sketched_training.json
     python benchmarks/sketched_training.py --json FILE --shares --steps 400
-    python benchmarks/sketched_training.py --json FILE --long --steps 9600 --figure FIGURE
+    python benchmarks/sketched_training.py --json FILE --long --steps 9600
     python benchmarks/sketched_training.py --json FILE --workers 1 4 64 256 --windows 256 \
         --width 32 --steps 50 --first 0.2 --only "sketched 10x" "local top-k 10x"
 
@@ -30,13 +30,12 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot
 import numpy as np
 import optax
 import rates
@@ -44,7 +43,6 @@ import timing
 import transformer as texts
 
 import jaxsparse
-from jaxsparse.arrays.printing import aligned
 from jaxsparse.systems import SketchedSGD
 
 VOCABULARY, LAYERS, LENGTH, MOMENTUM = 2048, 4, 16, 0.9
@@ -58,9 +56,6 @@ class Row(NamedTuple):
     tx: Callable[[str | None], optax.GradientTransformation]
     workers: int = 1
     is_whole: bool = True  # whether what is not sent stays in the residual
-    k: int | None = (
-        None  # number of coordinates that a step delivers, of those whose curve is marked
-    )
 
 
 def row(make: Callable[..., Any], *given: Any, workers: int = 1, **settings: Any) -> Row:
@@ -105,19 +100,15 @@ def long_runs(size: int) -> dict[str, Row]:
 
     They are the default at 20x and, in its own shape, the 40x of Table 1's transformer.
     """
-    made, k, k_of_20x = rows(size), size // 900, SketchedSGD(20).sized(size)[0]
+    made, k = rows(size), size // 900
     cols, rows_, P = round(1.8 * k), 15, 16
     given = {"k": k, "cols": cols, "rows": rows_, "oversampling": P}
-    return {
-        "dense": made["dense"],
-        "sketched 20x": made["sketched 20x"]._replace(k=k_of_20x),
-        "true top-k, k of 20x": made["true top-k, k of 20x"]._replace(k=k_of_20x),
-        "random-k 20x, decay 0": made["random-k 20x, decay 0"],
-        "sketched, k=d/900": row(jaxsparse.sketched_sgd, **given)._replace(k=k),
-        "true top-k, k=d/900": row(jaxsparse.true_top_k, k)._replace(k=k),
-        "random-k, words of k=d/900, decay 0": row(
-            jaxsparse.random_k, (rows_ * cols + P * k) / size, decay=0.0
-        ),
+    words = (rows_ * cols + P * k) / size
+    usual = ("dense", "sketched 20x", "true top-k, k of 20x", "random-k 20x, decay 0")
+    return {name: made[name] for name in usual} | {
+        "sketched, k=d/900": row(jaxsparse.sketched_sgd, **given),
+        "true top-k, k=d/900": row(jaxsparse.true_top_k, k),
+        "random-k, words of k=d/900, decay 0": row(jaxsparse.random_k, words, decay=0.0),
     }
 
 
@@ -286,60 +277,30 @@ def sizes(args: argparse.Namespace) -> dict[str, int]:
     return {"steps": args.steps, "windows": args.windows, "width": args.width}
 
 
-def draw(path: str, chosen: dict[str, Row], args: argparse.Namespace, file: File) -> None:
-    """The training loss of each row's best rate against steps, a band for its seeds.
-
-    A curve has a mark, or its label says so, where theory begins to promise the rate of SGD: at
-    (d / k)^2 steps.
-    """
-    size = sum(x.size for x in init(0, args.width).values())
-    figure, axes = matplotlib.pyplot.subplots(figsize=(8, 4.5))
-    for name, row in chosen.items():
-        wanted = {"row": name, **sizes(args)}
-        runs = [run for run in file.runs if wanted.items() <= run.items()]
-        best = min(
-            (run for run in runs if run["seed"] == args.seeds[0]), key=lambda r: r["held_out"]
-        )
-        losses = np.array([run["losses"] for run in runs if run["rate"] == best["rate"]])
-        steps = args.steps * (np.arange(losses.shape[1]) + 0.5) / losses.shape[1]
-        label = f"{name}: rate {best['rate']:g}, seeds: {len(losses)}"
-        mark = (size / row.k) ** 2 if row.k else 0
-        if mark > args.steps:
-            label += f", (d / k)² = {mark:,.0f} steps"
-        (line,) = axes.plot(steps, losses.mean(0), label=label)
-        if 0 < mark <= args.steps:
-            axes.plot(mark, np.interp(mark, steps, losses.mean(0)), "o", color=line.get_color())
-        axes.fill_between(steps, losses.min(0), losses.max(0), alpha=0.2, color=line.get_color())
-    axes.set(xlabel="steps", ylabel="training loss, nats a word", ylim=(None, 3.4))
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
-Lines = Iterator[tuple[str, ...]]
-
-
-def compare(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: File) -> Lines:
-    """Lines of the table of rows."""
-    yield "exchange", "nats a word", "range", "rate", "fewer bytes", "recall"
+def compare(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: File) -> None:
+    """Prints the table of rows."""
+    lines = [timing.head("exchange", "nats a word", "range", "rate", "fewer bytes", "recall")]
     params = init(0, args.width)
     dense = 4 * sum(x.size for x in params.values())
     for name, row in chosen.items():
         runs = tuned(name, row, args, data, file)
         losses = [run["held_out"] for run in runs]
         payload = jaxsparse.traffic.traced_bytes(row.tx("data"), params, 8).payload
-        yield (
-            name,
+        cells = (
             f"{np.mean(losses):.3f}",
             f"{np.ptp(losses):.3f}",
             f"{runs[0]['rate']:g}",
             f"{dense / payload:.1f}x",
             f"{runs[0]['recall']:.2f}" if "recall" in runs[0] else "",
         )
+        lines.append(timing.row(name, *cells))
+    print("\n".join(lines))
 
 
-def scaled(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: File) -> Lines:
-    """Lines of the table of numbers of workers."""
-    yield "exchange", "workers", "held-out", "largest difference", "updated", "received"
+def scaled(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: File) -> None:
+    """Prints the table of numbers of workers."""
+    heads = ("exchange", "workers", "held-out", "largest difference", "updated", "received")
+    lines = [timing.head(*heads)]
     params, seed = init(0, args.width), args.seeds[0]
     dense = Row(lambda axis: jaxsparse.dense(axis_name=axis))
     received = lambda row, n: jaxsparse.traffic.traced_bytes(row.tx("data"), params, n).received
@@ -353,14 +314,14 @@ def scaled(chosen: dict[str, Row], args: argparse.Namespace, data: Any, file: Fi
             losses = np.array(found["losses"])
             first = losses if first is None else first
             share = received(row, workers) / max(received(dense, workers), 1)
-            yield (
-                name,
-                f"{workers}",
+            cells = (
                 f"{found['held_out']:.4f}",
                 f"{np.abs(losses - first).max():.1e}",
                 f"{100 * found['updated']:.1f} %",
                 f"{100 * share:.1f} %" if workers > 1 else "",
             )
+            lines.append(timing.row(name, workers, *cells))
+    print("\n".join(lines))
 
 
 def main() -> None:
@@ -376,7 +337,6 @@ def main() -> None:
     add("--long", action="store_true", help="the rows for long runs instead")
     add("--shares", action="store_true", help="the rows of the paper's figure 3 instead")
     add("--workers", type=int, nargs="+", help="see above")
-    add("--figure", metavar="FILE", help="where to draw losses against steps")
     args = parser.parse_args()
     file, data = File(args.json), words()
     size = sum(x.size for x in init(0, args.width).values())
@@ -384,10 +344,7 @@ def main() -> None:
     group = shares if args.shares else long_runs if args.long else rows
     chosen = {name: made[name] for name in args.only or group(size)}
     print(f"{size:,} parameters, {len(data[0]):,} words to train on")
-    lines = (scaled if args.workers else compare)(chosen, args, data, file)
-    print("\n".join(aligned(list(lines), right=range(1, 6))))
-    if args.figure:
-        draw(args.figure, chosen, args, file)
+    (scaled if args.workers else compare)(chosen, args, data, file)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ Times are those of the alpha-beta model, without sums and selections: rounds tim
 received words over bandwidth. "published" has the paper's rounds, and the words that its algorithms
 send if each worker's k indices are drawn uniformly, as in its experiments. There messages are as
 long as their contents. "library" has the words that this library's messages have room for, which is
-fixed when a program is compiled. Measured times, if given, are those of cluster/run.py. Beside them
-stands what `algorithm="auto"` takes on this link, and its time over that of the fastest exact sum.
+fixed when a program is compiled. Measured times, if given, are those of cluster/run.py.
 """
 
 import argparse
@@ -27,7 +26,6 @@ from jaxsparse import Link
 from jaxsparse.systems import SparCML
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from at_density import one_in
 from published_traffic import (
     Traffic,
     dense_traffic,
@@ -172,7 +170,7 @@ def compare(link: Link, args: argparse.Namespace) -> None:
             group[name.removeprefix("sparcml:")] = row["seconds"]
     for key, group in groups.items():
         group["dense"] = every[key[1:]]
-    print(f"\n{'measured':<24} {'density':>8} {'W':>5} {'ms':>9} {'model':>9} {'ratio':>6}")
+    print("\n" + timing.head("measured", "density", "W", "ms", "model", "ratio"))
     agree, pairs = 0, 0
     for (density, workers, size), seconds in sorted(groups.items()):
         k = max(1, round(density * size))
@@ -181,14 +179,8 @@ def compare(link: Link, args: argparse.Namespace) -> None:
             traffic[f"dsar_split_allgather:{bits}"] = in_bits(k, size, workers, bits)
         for name, measured in sorted(seconds.items(), key=lambda item: item[1]):
             model = traffic[name].seconds(link)
-            print(
-                f"{name:<24} {density:>8.3%} {workers:>5} {1e3 * measured:>9.3g} "
-                f"{1e3 * model:>9.3g} {measured / model:>6.2f}"
-            )
-        auto = SparCML(*one_in(density, 512), link=link).algorithm_for(size, workers)
-        if auto in seconds:
-            exact = min(value for name, value in seconds.items() if ":" not in name)
-            print(f'"auto" takes {auto}: {seconds[auto] / exact:.2f} times the fastest exact sum')
+            ms = (f"{1e3 * x:.3g}" for x in (measured, model))
+            print(timing.row(name, f"{density:.3%}", workers, *ms, f"{measured / model:.2f}"))
         for one, other in itertools.combinations(seconds, 2):
             if slower(link, traffic, one, other) or slower(link, traffic, other, one):
                 pairs += 1

@@ -13,7 +13,6 @@ In several processes each device is a worker, and the seconds of the table are t
 """
 
 import argparse
-import dataclasses
 import functools
 import sys
 import sysconfig
@@ -22,7 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +69,7 @@ class Dataset(NamedTuple):
 
     train: Rows
     test: Rows
-    classes: int
-
-    @property
-    def columns(self) -> int:
-        """Number of columns of the weights: one for each class, or one for two classes."""
-        return 1 if self.classes == 2 else self.classes
+    classes: int  # each has a column of the weights
 
 
 def source_chunks(features: int) -> Dataset:
@@ -151,8 +145,7 @@ class Batch(NamedTuple):
     labels: np.ndarray  # int32[W * b]
 
 
-@dataclasses.dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """The static shapes that the fullest step of a run needs, so that nothing is ever left out."""
 
     features: int  # that the rows of one worker touch
@@ -168,7 +161,7 @@ class Batches:
     """
 
     def __init__(
-        self, rows: Rows, *, workers: int, per_worker: int, columns: int, steps: int, seed: int
+        self, rows: Rows, workers: int, columns: int, *, per_worker: int, steps: int, seed: int
     ):
         size = (steps, workers, per_worker)
         self._chosen = np.random.default_rng(seed).integers(len(rows.labels), size=size)
@@ -217,22 +210,15 @@ def _owned(features: np.ndarray, columns: int, entries: int) -> int:
 # --- models: scores are features times weights
 
 
-def _targets(labels: jax.Array, columns: int) -> jax.Array:
-    """1 for the label's column and -1 for the others."""
-    hot = labels[:, None] if columns == 1 else jax.nn.one_hot(labels, columns, dtype=jnp.int32)
-    return (2 * hot - 1).astype(jnp.float32)
-
-
 def logistic(scores: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean cross-entropy, multinomial if there are more than two classes."""
-    if scores.shape[1] == 1:
-        return jax.nn.softplus(-_targets(labels, 1) * scores).mean()
+    """Mean cross-entropy."""
     return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
 
 
 def svm(scores: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean hinge loss. More than two classes add up the losses of each against the rest."""
-    return jax.nn.relu(1 - _targets(labels, scores.shape[1]) * scores).sum(axis=1).mean()
+    """Mean of the hinge losses of each class against the rest, added up."""
+    targets = 2 * jax.nn.one_hot(labels, scores.shape[1]) - 1
+    return jax.nn.relu(1 - targets * scores).sum(axis=1).mean()
 
 
 LOSSES = {"logistic": logistic, "svm": svm}
@@ -240,9 +226,8 @@ LOSSES = {"logistic": logistic, "svm": svm}
 
 def accuracy_of(weights: np.ndarray, dataset: Dataset) -> float:
     """The share of test rows that flat weights label rightly."""
-    scores = dataset.test.features @ weights.reshape(-1, dataset.columns)
-    found = scores[:, 0] > 0 if dataset.columns == 1 else scores.argmax(axis=1)
-    return float(np.mean(found == dataset.test.labels))
+    scores = dataset.test.features @ weights.reshape(-1, dataset.classes)
+    return float(np.mean(scores.argmax(axis=1) == dataset.test.labels))
 
 
 # --- exchanges, all of them lossless
@@ -283,7 +268,7 @@ class Task(NamedTuple):
     @property
     def size(self) -> int:
         """Number of weights, d."""
-        return self.dataset.train.features.shape[1] * self.dataset.columns
+        return self.dataset.train.features.shape[1] * self.dataset.classes
 
 
 class Run(NamedTuple):
@@ -303,7 +288,7 @@ def step_of(task: Task, exchange: Exchange) -> Callable[..., tuple[jax.Array, ..
     The whole step is one worker's, because each differentiates weights of its own, those that its
     rows touch. `jaxsparse.value_and_grad` would make gradients of all weights.
     """
-    columns = task.dataset.columns
+    columns = task.dataset.classes
 
     def loss_of(weights: jax.Array, batch: Batch) -> jax.Array:
         scores = jnp.einsum("bz,bzc->bc", batch.values, weights[batch.positions])
@@ -387,12 +372,11 @@ def main() -> None:
     mesh = jax.make_mesh((args.workers,), ("data",))
     say = print if jax.process_index() == 0 else lambda *_, **__: None
     dataset = source_chunks(2**18)
-    given: dict[str, Any] = {"per_worker": 8, "seed": 0}
     batches = Batches(
-        dataset.train, workers=args.workers, columns=dataset.columns, steps=args.steps, **given
+        *(dataset.train, args.workers, dataset.classes), per_worker=8, steps=args.steps, seed=0
     )
     rows, features = dataset.train.features.shape
-    entries, size = batches.room.features * dataset.columns, features * dataset.columns
+    entries, size = batches.room.features * dataset.classes, features * dataset.classes
     most = np.bincount(dataset.train.labels).argmax()
     say(
         f"{rows:,} rows of {features:,} features, {dataset.classes} classes; {args.workers} "

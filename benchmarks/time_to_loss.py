@@ -1,13 +1,13 @@
 """Seconds until a held-out loss is reached over slow links, by recipes of `frontier.py`.
 
-Runs are planned for `--steps`, and end once the loss is reached, or once they are longer than one
-of another rate that has reached it. A recipe's rate is tuned by the rule of all benchmarks, for the
-fewest steps, on the first seed. Runs are lines of `time_to_loss.jsonl`, and none is done twice.
-Several can share the file, if each has recipes of its own.
+Runs are planned for 1,500 steps, and end once the loss of 1.4 nats a byte is reached, or once they
+are longer than one of another rate that has reached it. A recipe's rate is tuned by the rule of all
+benchmarks, for the fewest steps, on the first seed. Runs are lines of `time_to_loss.jsonl`, and
+none is done twice. Several can share the file, if each has recipes of its own.
 
 The table takes exchanges as `cluster/run.py` measured them among emulated hosts, and does not
-overlap them. A step's computing counts `--step-seconds`, and one of Muon `--muon` times as long, a
-little more than it took beside AdamW's on two cores.
+overlap them. A step's computing counts 0.1 s, and one of Muon 0.17, a little more than it took
+beside AdamW's on two cores.
 
     python benchmarks/time_to_loss.py --recipes "muon, local 10, sign"
     python benchmarks/time_to_loss.py --show
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import timing
-from curves import Curve, Run, over_measured, table, times
+from curves import Curve, Run, over_measured, times
 from frontier import SIZES, Trainer
 from rates import tuned
 from recipes import EXCHANGES, Recipe
@@ -30,11 +30,10 @@ from jaxsparse.traffic import traced_bytes
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "time_to_loss.jsonl"
 MEASURED = FOLDER / "results/local_updates/exchanges_10.9m.json"
-
-
-def setting(args: argparse.Namespace) -> dict[str, Any]:
-    given = {"size": args.size, "until": args.until, "planned": args.steps}
-    return {**given, "eval_every": args.eval_every}
+UNTIL, STEPS, EVAL_EVERY = 1.4, 1500, 20
+SETTING = {"size": "10.9m", "until": UNTIL, "planned": STEPS, "eval_every": EVAL_EVERY}
+SIZE = SIZES["10.9m"]
+SECONDS = {"adamw": 0.1, "muon": 0.17}  # of a step's computing
 
 
 def train(recipe: Recipe, args: argparse.Namespace) -> None:
@@ -45,22 +44,22 @@ def train(recipe: Recipe, args: argparse.Namespace) -> None:
     """
     if recipe.warm:
         raise ValueError(f"recipe {recipe}: warm starts are not counted here, so take one without")
-    trainer = Trainer(recipe, SIZES[args.size])
+    trainer = Trainer(recipe, SIZE)
 
     def run(rate: float, seed: int, limit: float) -> float:
         """Steps to the loss. Infinite: not reached, or not in so many steps."""
-        key = {"recipe": str(recipe), **setting(args), "rate": rate, "seed": seed}
+        key = {"recipe": str(recipe), **SETTING, "rate": rate, "seed": seed}
         for line in timing.lines_in(FILE):
             if key.items() <= line.items():
-                return line["steps"][-1] if line["held_out"][-1] <= args.until else math.inf
+                return line["steps"][-1] if line["held_out"][-1] <= UNTIL else math.inf
 
         def stops(done: int, held_out: float) -> bool:
             print(f"{recipe}: rate {rate:g}, seed {seed}: {held_out:.4f} after {done}", flush=True)
-            return held_out <= args.until or done >= limit or math.isnan(held_out)
+            return held_out <= UNTIL or done >= limit or math.isnan(held_out)
 
-        curve = trainer.run(rate, seed, args.steps, args.eval_every, stops)
+        curve = trainer.run(rate, seed, STEPS, EVAL_EVERY, stops)
         timing.add_line(FILE, **key, **curve._asdict())
-        return curve.steps[-1] if curve.held_out[-1] <= args.until else math.inf
+        return curve.steps[-1] if curve.held_out[-1] <= UNTIL else math.inf
 
     first, *others = args.seeds
     fewest = math.inf
@@ -77,76 +76,62 @@ def train(recipe: Recipe, args: argparse.Namespace) -> None:
         run(best, seed, math.inf)
 
 
-def reached(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[str, int]]]:
+def reached() -> tuple[dict[str, Any], dict[str, tuple[str, int]]]:
     """For each recipe all runs at the rate that is the first to reach the loss on the first seed.
 
     The second part has what exchanges, and how often.
     """
     curves: dict[str, dict[float, dict[int, Any]]] = {}
     for line in timing.lines_in(FILE):
-        if setting(args).items() <= line.items():
+        if SETTING.items() <= line.items():
             steps, losses = np.array(line["steps"]), np.array(line["held_out"])
             by_seed = curves.setdefault(line["recipe"], {}).setdefault(line["rate"], {})
             by_seed[line["seed"]] = Curve(steps, np.zeros(len(steps)), losses)
-    runs, exchanges, size = {}, {}, SIZES[args.size]
+    runs, exchanges = {}, {}
     for name, by_rate in curves.items():
         firsts = {rate: next(iter(by_seed.values())) for rate, by_seed in by_rate.items()}
-        ends = {rate: x.steps[-1] for rate, x in firsts.items() if x.held_out[-1] <= args.until}
+        ends = {rate: x.steps[-1] for rate, x in firsts.items() if x.held_out[-1] <= UNTIL}
         if not ends:
             continue
         rate = min(ends, key=ends.__getitem__)
         recipe = Recipe.parsed(name)
         exchange = EXCHANGES[recipe.exchange]
-        moved = traced_bytes(exchange.transformation(), size.shapes, size.workers)
+        moved = traced_bytes(exchange.transformation(), SIZE.shapes, SIZE.workers)
         sent, received = (x / recipe.every for x in (moved.payload, moved.received))
-        runs[name] = Run(by_rate[rate], f"{rate:g}", {}, sent, received)
+        runs[name] = Run(by_rate[rate], f"{rate:g}", sent, received)
         format_ = exchange.settings.get("format")
         system = exchange.system if format_ is None else f"{exchange.system}:{format_}"
         exchanges[name] = system, recipe.every
     return runs, exchanges
 
 
-def show(args: argparse.Namespace) -> None:
+def show() -> None:
     """Prints steps and seconds of all recipes that reached the loss."""
-    runs, exchanges = reached(args)
-    if not runs:
-        print(f"no run reached {args.until:g}")
-        return
-    size = SIZES[args.size]
-    dense = traced_bytes(EXCHANGES["dense"].transformation(), size.shapes, size.workers)
+    runs, exchanges = reached()
+    dense = traced_bytes(EXCHANGES["dense"].transformation(), SIZE.shapes, SIZE.workers)
     for name, run in runs.items():
-        fewer = dense.payload / run.payload, dense.received / run.received
-        print("{}: {:.0f} times fewer bytes sent, {:.0f} received".format(name, *fewer))
-    print(table(runs, size.workers))
-    for optimizer, longer in (("adamw", 1.0), ("muon", args.muon)):
+        sent, received = dense.payload / run.payload, dense.received / run.received
+        print(f"{name}: rate {run.rates}, {sent:.0f}x fewer bytes sent, {received:.0f}x received")
+    for optimizer, seconds in SECONDS.items():
         some = {name: run for name, run in runs.items() if name.startswith(optimizer)}
-        seconds = longer * args.step_seconds
-        measured = over_measured(some, exchanges, args.measured, seconds)
-        for rate, timed in measured.items():
+        for rate, timed in over_measured(some, exchanges, MEASURED, seconds).items():
             if timed:
                 print(f"\nExchanges as measured at {rate}, {seconds:g} s a step:")
-                print(times(timed, args.until))
+                print(times(timed, UNTIL))
 
 
 def main() -> None:
     parser = timing.parser_of(__doc__)
     add = parser.add_argument
-    add("--size", choices=SIZES, default="10.9m", help="number of parameters")
     add("--recipes", nargs="+", default=[], help="names, as in frontier.py")
-    add("--steps", type=int, default=1500, help="that runs are planned for")
-    add("--until", type=float, default=1.4, help="the loss, in nats a byte")
     add("--rate", type=float, default=0.002, help="where the search begins")
     add("--seeds", type=int, nargs="+", default=[0])
-    add("--eval-every", type=int, default=20, help="steps")
     add("--show", action="store_true", help="print the table of runs that reached the loss")
-    add("--measured", type=Path, default=MEASURED)
-    add("--step-seconds", type=float, default=0.1, help="of AdamW")
-    add("--muon", type=float, default=1.7, help="a step of Muon over one of AdamW (default: 1.7)")
     args = parser.parse_args()
     for name in args.recipes:
         train(Recipe.parsed(name), args)
     if args.show:
-        show(args)
+        show()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ import timing
 
 import jaxsparse
 from jaxsparse import LocalSteps, codecs, per_worker, shard, systems
-from jaxsparse.arrays.printing import aligned
 from jaxsparse.outer.parallel import run_on_workers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -312,26 +311,20 @@ def main() -> None:
         found = known["rows"]
     made = task.rows(args.density)
     dense = received(task, made["dense"](args.first), args.workers)
+    print(timing.head("exchange", "loss", "range", "right", "rate", "fewer bytes"))
     for name in args.only or made:
-        if name in found:
-            continue
-        row = found[name] = trained(task, made[name], args)
-        print(name, row["rate"], *row["losses"], *row["right"], flush=True)
-        timing.save({**where, **settings, "rows": found}, args.json)
-    cells = [("exchange", "loss", "range", "right", "rate", "fewer bytes")]
-    for name in args.only or made:
+        if name not in found:
+            found[name] = trained(task, made[name], args)
+            timing.save({**where, **settings, "rows": found}, args.json)
         row = found[name]
-        cells.append(
-            (
-                name,
-                f"{np.mean(row['losses']):.3f}",
-                f"{np.ptp(row['losses']):.3f}",
-                f"{100 * np.mean(row['right']):.1f} %" if task.right else "",
-                f"{row['rate']:g}",
-                f"{dense / row['received']:.1f}x",
-            )
+        cells = (
+            f"{np.mean(row['losses']):.3f}",
+            f"{np.ptp(row['losses']):.3f}",
+            f"{100 * np.mean(row['right']):.1f} %" if task.right else "",
+            f"{row['rate']:g}",
+            f"{dense / row['received']:.1f}x",
         )
-    print("\n".join(aligned(cells, right=range(1, 6))))
+        print(timing.row(name, *cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -107,21 +107,21 @@ def measure(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dic
     """All columns of one row. Of several compilations, each from the beginning, the least count."""
     made = lambda name: Step(name, args.size, mesh, args.leaves)
     programs, traced, compiled = zip(*(made(name).compiled() for _ in range(COMPILATIONS)))
-    row = {
-        "system": name,
-        "trace_s": min(traced),
-        "compile_s": min(compiled),
-        "instructions": sum(" = " in line for line in programs[0].as_text().splitlines()),
-        "peak_d": timing.peak(programs[0]) / (4 * args.size),
-    }
     dense, own = made("dense"), made(name)
     runs = {
         "dense": dense.runner(programs[0] if name == "dense" else dense.compiled()[0]),
         name: own.runner(programs[0]),
     }
     seconds = timing.interleaved(runs, args.repeats)
-    row["time_s"], base = (statistics.median(seconds[key]) for key in (name, "dense"))
-    return row | {"over_dense": row["time_s"] / base}
+    time_s, base = (statistics.median(seconds[key]) for key in (name, "dense"))
+    return {
+        "system": name,
+        "trace_s": min(traced),
+        "compile_s": min(compiled),
+        "peak_d": timing.peak(programs[0]) / (4 * args.size),
+        "over_dense": time_s / base,
+        "time_s": time_s,
+    }
 
 
 COMPILATIONS = 2  # of which the least is told
@@ -129,7 +129,6 @@ COLUMNS = {
     "system": "{}",
     "trace_s": "{:.2f}",
     "compile_s": "{:.2f}",
-    "instructions": "{}",
     "peak_d": "{:.2f}",
     "over_dense": "{:.2f}",
     "time_s": "{:.3f}",

@@ -107,8 +107,7 @@ def find_workers(args: argparse.Namespace, parser: argparse.ArgumentParser) -> W
             f"platform {args.platform}. Use --simulate W to run W workers on one device, or "
             "--platform cpu to emulate devices"
         )
-    mesh = jax.make_mesh((wanted,), ("data",), devices=devices[:wanted])
-    return Workers(None, mesh)
+    return Workers(None, jax.make_mesh((wanted,), ("data",), devices=devices[:wanted]))
 
 
 def number(kind: type, low: float, below: float = math.inf) -> Callable[[str], Any]:

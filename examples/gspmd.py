@@ -100,9 +100,9 @@ def train(method: str, args: argparse.Namespace, mesh: Mesh) -> str:
     tx = optax.adam(optax.warmup_cosine_decay_schedule(0, args.lr, args.steps // 10, args.steps))
     value_and_grad: Any = jax.value_and_grad
     if is_ours:  # two of jaxsparse's three lines
-        make: Any = jaxsparse.dense if method == "dense" else jaxsparse.quantized
-        settings = {} if method == "dense" else {"format": "int4"}
-        tx = optax.chain(make(**settings, axis_name="hosts"), tx)
+        int4 = functools.partial(jaxsparse.quantized, "int4")
+        make: Any = {"dense": jaxsparse.dense, "int4": int4}[method]
+        tx = optax.chain(make(axis_name="hosts"), tx)
         value_and_grad = functools.partial(jaxsparse.value_and_grad, axis_name="hosts")
 
     model = Transformer(args.width, args.layers, args.length, nnx.Rngs(args.seed))

@@ -98,7 +98,7 @@ def main() -> None:
     )
     params = digits.init_params(args.hidden, args.seed)
     jaxsparse.check(tx, params)
-    scale = LossScale(jnp.float32(args.scale), jnp.int32(0))
+    scale = LossScale(jnp.float32(2.0**HALVINGS), jnp.int32(0))
     state = jaxsparse.shard(State(params, tx.init(params), scale), workers.where)
     step = make_step(tx, args.raise_every, workers.simulated)
 
@@ -123,9 +123,7 @@ def main() -> None:
 def flags() -> argparse.ArgumentParser:
     parser = digits.parser_of(__doc__)
     digits.add_worker_flags(parser)
-    add = parser.add_argument
-    add("--scale", type=number(float, 1), default=2.0**24, help="first loss scale (default: 2^24)")
-    add("--raise-every", type=number(int, 1), default=50, metavar="STEPS",
+    parser.add_argument("--raise-every", type=number(int, 1), default=50, metavar="STEPS",
         help="good steps after which the scale is doubled (default: 50)")  # fmt: skip
     digits.add_training_flags(parser, steps=200, lr=2e-3, hidden=256)
     return parser

@@ -14,7 +14,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import digits
 import jax
@@ -44,15 +44,9 @@ class MLP(nnx.Module):
         return self.last(nnx.relu(self.second(nnx.relu(self.first(images)))))
 
 
-class Local(NamedTuple):
-    """Local steps: each worker trains alone, and then all exchange how far their models moved."""
-
-    exchange: optax.GradientTransformation
-    every: int
-
-
-# A method that exchanges gradients is a function of `workers=`, which makes its transformation.
-Method = Local | Callable[..., optax.GradientTransformation]
+# A function of `workers=` makes an exchange of gradients. An exchange by itself is one of
+# displacements: each worker trains alone, and then all exchange how far their models moved.
+Method: TypeAlias = optax.GradientTransformation | Callable[..., optax.GradientTransformation]
 
 
 def methods_to_compare(args: argparse.Namespace) -> dict[str, Method]:
@@ -60,7 +54,7 @@ def methods_to_compare(args: argparse.Namespace) -> dict[str, Method]:
     make = functools.partial
     methods: dict[str, Method] = {"dense": make(jaxsparse.dense, momentum=MOMENTUM)}
     if "local" in args.methods:
-        methods["local steps"] = Local(jaxsparse.chunked_top_k(decay=0.95), LOCAL_STEPS)
+        methods["local steps"] = jaxsparse.chunked_top_k(decay=0.95)
     if "spardl" in args.methods:
         methods["SparDL 1 %"] = make(jaxsparse.spardl, DENSITY, momentum=MOMENTUM)
     if "sketched_sgd" in args.methods:
@@ -94,9 +88,11 @@ def train(
         return jnp.mean(model(test_set.images).argmax(axis=-1) == test_set.labels)
 
     batches = functools.partial(digits.batches, train_set, args.batch_size, args.steps)
-    trainer = trainer_of(method, workers, args)
+    is_local = isinstance(method, optax.GradientTransformation)
+    make = with_local_steps if is_local else with_gradients
+    trainer = make(method, workers, args)
     # Simulated workers send nothing. Their bytes are those that a mesh would send.
-    on_mesh = trainer_of(method, workers._replace(simulated=None), args)
+    on_mesh = make(method, workers._replace(simulated=None), args)
     received = on_mesh.received(on_mesh.start(0), next(batches(seed=0)))
 
     ends: list[tuple[float, float]] = []
@@ -120,12 +116,9 @@ class Trainer(NamedTuple):
     received: Callable[[Any, digits.Digits], float]  # bytes a device and step, mean over steps
 
 
-def trainer_of(method: Method, workers: digits.Workers, args: argparse.Namespace) -> Trainer:
+def schedule_of(steps: int) -> optax.Schedule:
     # The rate does not fall to 0, because entries that wait in residuals still have to arrive.
-    schedule = optax.cosine_decay_schedule(RATE, args.steps, alpha=0.1)
-    if isinstance(method, Local):
-        return with_local_steps(method, schedule, workers, args)
-    return with_gradients(method, schedule, workers, args)
+    return optax.cosine_decay_schedule(RATE, steps, alpha=0.1)
 
 
 def create(tx: optax.GradientTransformation, hidden: int, seed: int) -> tuple[MLP, nnx.Optimizer]:
@@ -138,13 +131,11 @@ def loss_of(model: MLP, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
 
 
-def with_gradients(
-    method: Callable[..., Any], schedule: Any, workers: digits.Workers, args: argparse.Namespace
-) -> Trainer:
+def with_gradients(method: Any, workers: digits.Workers, args: argparse.Namespace) -> Trainer:
     """Workers exchange gradients in each step. What a trainer changes for that is numbered."""
     tx = optax.chain(
         method(workers=workers.simulated),  # 1: the exchange, which has the momentum
-        optax.sgd(schedule),
+        optax.sgd(schedule_of(args.steps)),
     )
     graph = nnx.graphdef(create(tx, args.hidden, seed=0))
 
@@ -169,11 +160,9 @@ def with_gradients(
     )
 
 
-def with_local_steps(
-    method: Local, schedule: Any, workers: digits.Workers, args: argparse.Namespace
-) -> Trainer:
-    """Workers train alone. Every `method.every` steps they exchange how far their models moved."""
-    tx = optax.sgd(schedule, momentum=MOMENTUM)
+def with_local_steps(exchange: Any, workers: digits.Workers, args: argparse.Namespace) -> Trainer:
+    """Workers train alone. Every `LOCAL_STEPS` they exchange how far their models moved."""
+    tx = optax.sgd(schedule_of(args.steps), momentum=MOMENTUM)
     graph = nnx.graphdef(create(tx, args.hidden, seed=0))
 
     def step(state: Any, batch: digits.Digits) -> tuple[Any, jax.Array]:
@@ -185,17 +174,17 @@ def with_local_steps(
 
     local = jaxsparse.LocalSteps(
         step,
-        method.exchange,
+        exchange,
         optax.sgd(1.0),
         workers.where,
-        every=method.every,
+        every=LOCAL_STEPS,
         params=lambda state: nnx.filter_state(state, nnx.Param),
     )
     return Trainer(
         lambda seed: local.init(nnx.state(create(tx, args.hidden, seed))),
         local,
         lambda state: state.params[0],
-        lambda state, _: jaxsparse.wire_bytes(local.outer[0], state).received / method.every,
+        lambda state, _: jaxsparse.wire_bytes(local.outer[0], state).received / LOCAL_STEPS,
     )
 
 
@@ -208,10 +197,11 @@ def main() -> None:
     params = nnx.state(nnx.eval_shape(lambda: MLP(args.hidden, nnx.Rngs(0))), nnx.Param)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
 
-    methods = methods_to_compare(args)
+    methods: dict[str, Any] = methods_to_compare(args)
     for method in methods.values():
         try:
-            tx = method.exchange if isinstance(method, Local) else method(workers=count)
+            is_local = isinstance(method, optax.GradientTransformation)
+            tx: Any = method if is_local else method(workers=count)
             jax.eval_shape(tx.init, params)
         except ValueError as error:
             parser.error(f"--compression: {error}")
@@ -232,7 +222,6 @@ def main() -> None:
     console.print(table(runs))
     if args.json:
         save_json(runs, vars(args), args.json)
-    console.print(summary(runs), highlight=False, soft_wrap=True)
 
 
 # --- what is told
@@ -263,17 +252,6 @@ def table(runs: dict[str, Run]) -> Table:
             f"{compression(runs, name):.2f}x",
         )
     return result
-
-
-def summary(runs: dict[str, Run]) -> str:
-    """Each method's accuracy and bytes beside those of dense, in words."""
-    accuracy = lambda name: f"{100 * runs[name].test_accuracy.mean():.1f} %"
-    return "; ".join(
-        f"{name}: {accuracy(name)} vs dense {accuracy('dense')}, "
-        f"{compression(runs, name):.2f}x fewer bytes"
-        for name in runs
-        if name != "dense"
-    )
 
 
 def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> None:

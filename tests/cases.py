@@ -11,8 +11,17 @@ class Case(NamedTuple):
     full: dict[str, Any]  # a budget for everything
 
 
-_GATHERED = {"format": "int8", "group_size": 64, "gather": True}
-_TERNARY = {"format": "ternary", "group_size": 64}
+def _of(small, full, **both):
+    return Case(small | both, full | both)
+
+
+def _share(**both):
+    return _of({"density": 0.03}, {"density": 1.0}, **both)
+
+
+def _rounds(**both):
+    return Case(both, both)
+
 
 # By system and variant; "" is the usual one.
 CASES = {
@@ -21,99 +30,58 @@ CASES = {
     "sketched_sgd": {
         "": Case({"k": 11, "cols": 53}, {"k": 601, "cols": 601}),
         "even_rows": Case({"k": 11, "cols": 53, "rows": 4, "seed": 3}, {"k": 601, "cols": 601}),
-        "heavymix": Case(
-            {"k": 31, "cols": 53, "selection": "heavymix"},
-            {"k": 601, "cols": 601, "selection": "heavymix"},
-        ),
+        "heavymix": _of({"k": 31, "cols": 53}, {"k": 601, "cols": 601}, selection="heavymix"),
     },
-    "spardl": {
-        "": Case({"density": 0.03}, {"density": 1.0}),
-        "packed": Case(
-            {"density": 0.03, "codec": codecs.Packed()}, {"density": 1.0, "codec": codecs.Packed()}
-        ),
-    },
+    "spardl": {"": _share(), "packed": _share(codec=codecs.Packed())},
     "sparcml": {
-        "": Case({"k": 2, "group_size": 64}, {"k": 64, "group_size": 64}),
-        "split": Case(
-            {
-                "k": 2,
-                "group_size": 64,
-                "algorithm": "split_allgather",
-            },
-            {"k": 64, "group_size": 64, "algorithm": "split_allgather"},
-        ),
-        "nearest": Case(
-            {"k": 2, "group_size": 64, "bits": 4, "rounding": "nearest"},
-            {"k": 64, "group_size": 64, "bits": 4, "rounding": "nearest"},
+        "": _of({"k": 2}, {"k": 64}, group_size=64),
+        "split": _of({"k": 2}, {"k": 64}, group_size=64, algorithm="split_allgather"),
+        "nearest": _of(
+            {"k": 2, "bits": 4}, {"k": 64, "bits": 4}, group_size=64, rounding="nearest"
         ),
     },
-    "ok_topk": {"": Case({"density": 0.03}, {"density": 1.0})},
-    "gtopk": {"": Case({"density": 0.03}, {"density": 1.0})},
-    "top_k": {
-        "": Case({"density": 0.03}, {"density": 1.0}),
-        "packed": Case(
-            {"density": 0.03, "codec": codecs.Packed()}, {"density": 1.0, "codec": codecs.Packed()}
-        ),
-    },
-    "chunked_top_k": {
-        "": Case({"k": 2, "chunk_size": 64}, {"k": 64, "chunk_size": 64, "value_bits": 32}),
-    },
-    "dgc": {"": Case({"density": 0.03}, {"density": 1.0})},
-    "dragonn": {
-        "": Case({"density": 0.03}, {"density": 1.0}),
-        "hash": Case({"density": 0.03, "extract": "hash"}, {"density": 1.0, "extract": "hash"}),
-    },
-    "ms_topk": {"": Case({"density": 0.03}, {"density": 1.0})},
+    "ok_topk": {"": _share()},
+    "gtopk": {"": _share()},
+    "top_k": {"": _share(), "packed": _share(codec=codecs.Packed())},
+    "chunked_top_k": {"": _of({"k": 2}, {"k": 64, "value_bits": 32}, chunk_size=64)},
+    "dgc": {"": _share()},
+    "dragonn": {"": _share(), "hash": _share(extract="hash")},
+    "ms_topk": {"": _share()},
     "random_k": {
-        "": Case({"density": 0.03}, {"density": 1.0}),
+        "": _share(),
         "top_k": Case(
             {"density": 0.3, "reducer": TopK(0.1)}, {"density": 1.0, "reducer": TopK(1.0)}
         ),
     },
     "s2_reducer": {
-        "": Case(
-            {
-                "density": 0.1,
-                "block_size": 8,
-                "rows": 3,
-                "union_density": 0.15,
-                "sketch_ratio": 0.4,
-            },
-            {"density": None, "block_size": 8, "union_density": 1.0, "sketch_ratio": 1.0},
+        "": _of(
+            {"density": 0.1, "rows": 3, "union_density": 0.15, "sketch_ratio": 0.4},
+            {"density": None, "union_density": 1.0, "sketch_ratio": 1.0},
+            block_size=8,
         )
     },
     "omni_reduce": {
-        "": Case({"density": 0.1, "block_size": 8}, {"density": 1.0, "block_size": 8}),
-        "little_room": Case(
-            {"block_size": 8, "union_density": 0.1}, {"block_size": 8, "union_density": 1.0}
-        ),
+        "": _of({"density": 0.1}, {"density": 1.0}, block_size=8),
+        "little_room": _of({"union_density": 0.1}, {"union_density": 1.0}, block_size=8),
     },
     "sparse_all_gather": {
-        "": Case(
-            {"density": 0.1, "block_size": 8, "capacity_density": 0.05},
-            {"density": 1.0, "block_size": 8},
-        )
+        "": _of({"density": 0.1, "capacity_density": 0.05}, {"density": 1.0}, block_size=8)
     },
     "qsgd": {
         "": Case({}, {}),
-        "nearest": Case(
-            {"bits": 4, "group_size": 64, "rounding": "nearest"},
-            {"bits": 8, "group_size": 64, "rounding": "nearest"},
-        ),
+        "nearest": _of({"bits": 4}, {"bits": 8}, group_size=64, rounding="nearest"),
     },
     "quantized": {
-        "": Case({"format": "int8", "group_size": 64}, {"format": "int8", "group_size": 64}),
-        "gathered": Case(_GATHERED, _GATHERED),
-        "ternary": Case(_TERNARY, _TERNARY),
+        "": _rounds(format="int8", group_size=64),
+        "gathered": _rounds(format="int8", group_size=64, gather=True),
+        "ternary": _rounds(format="ternary", group_size=64),
     },
-    "sign_sgd": {"": Case({"group_size": 64}, {"group_size": 64})},
+    "sign_sgd": {"": _rounds(group_size=64)},
     "powersgd": {
         "": Case({"rank": 1}, {"rank": 601}),
-        "full": Case({"rank": 1, "iteration": "full"}, {"rank": 601, "iteration": "full"}),
+        "full": _of({"rank": 1}, {"rank": 601}, iteration="full"),
     },
-    "demo": {
-        "": Case({"k": 2, "chunk": 8}, {"k": 64, "chunk": 8, "value_bits": 32}),
-    },
+    "demo": {"": _of({"k": 2}, {"k": 64, "value_bits": 32}, chunk=8)},
     "ef21_sgdm": {
         "": Case({"reducer": TopK(0.03)}, {"reducer": TopK(1.0)}),
         "packed": Case(

@@ -23,6 +23,7 @@ import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+from training import trainer
 
 import jaxsparse
 from jaxsparse import PerWorker, shard, systems, warm_up
@@ -93,16 +94,8 @@ def start(name):
 
 @functools.cache
 def program(name):
-    tx = optimizer(name)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, targets):
-        params, opt_state = state
-        grads = jax.tree.map(lambda p, t: p[None] - t, params, targets)  # a row for each worker
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
+    rows = lambda params, targets: jax.tree.map(lambda p, t: p[None] - t, params, targets)
+    return jax.jit(trainer(optimizer(name), rows), donate_argnums=0)
 
 
 @functools.cache

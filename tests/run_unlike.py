@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from training import trainer
 
 import jaxsparse
 from jaxsparse import LocalSteps, shard
@@ -32,14 +33,7 @@ def loss(params, batch):
 def training(mesh, system, rate=0.1):
     """A step, and its state as it is before `shard`."""
     tx = optax.chain(system, optax.sgd(rate))
-
-    @jax.jit
-    def step(state, batch):
-        params, opt_state = state
-        grads = jaxsparse.grad(loss, mesh=mesh)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+    step = jax.jit(trainer(tx, jaxsparse.grad(loss, mesh=mesh)))
     params = {"w": jnp.ones(SIZE)}
     return jaxsparse.watch(step, mesh), (params, tx.init(params))
 
@@ -72,8 +66,6 @@ def replicated(mesh, tree):
 def cases(mesh, is_odd):
     """A name and a call for each difference. `is_odd` says whether this process is process 1."""
     top_k = lambda: jaxsparse.top_k(0.1, is_dense=lambda *_: False)
-    sketched = lambda seed: jaxsparse.sketched_sgd(4, seed=seed, is_dense=lambda *_: False)
-    spardl = jaxsparse.spardl(0.1, is_dense=lambda *_: False)
     batch = jax.make_array_from_process_local_data(
         NamedSharding(mesh, PartitionSpec("data")), np.ones((2, SIZE), np.float32)
     )
@@ -84,8 +76,6 @@ def cases(mesh, is_odd):
 
     yield "equal", start(top_k())
     yield "rate", start(top_k(), rate=0.2 if is_odd else 0.1)
-    yield "sketch", start(sketched(7 if is_odd else 3))
-    yield "system", start(spardl if is_odd else top_k())
     yield "local", local(mesh, 0.2 if is_odd else 0.1)(batch)
     yield "every", local(mesh, 0.1, every=3 if is_odd else 4)(batch)
     scaled = jaxsparse.watch(jax.jit(lambda s, x: s["rate"] * x.mean()), mesh)

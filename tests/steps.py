@@ -1,12 +1,12 @@
 """A compiled training step whose only communication is a transformation's."""
 
-import functools
 import os
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
+from training import trainer
 
 import jaxsparse
 
@@ -30,13 +30,6 @@ def compiled_step(tx, where, shapes=SIZES, donate=()):
     def loss(params, batch):
         return sum(jnp.sum(p * p) for p in jax.tree.leaves(params)) * batch.mean()
 
-    @functools.partial(jax.jit, donate_argnums=donate)
-    def step(state, batch):
-        params, opt_state = state
-        grads = jaxsparse.grad(loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
     def placed(tree):
         put = lambda x, spec: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(where, spec)
@@ -47,4 +40,5 @@ def compiled_step(tx, where, shapes=SIZES, donate=()):
     with jax.set_mesh(where):
         state = placed(jax.eval_shape(lambda p: (p, tx.init(p)), params))
         batch = jax.ShapeDtypeStruct((where.shape["data"],), jnp.float32)
+        step = jax.jit(trainer(tx, jaxsparse.grad(loss)), donate_argnums=donate)
         return step.lower(state, batch).compile(compiler_options=AS_USERS)

@@ -341,8 +341,6 @@ def test_unlike_processes_end_with_the_reason():
     outcome, lines = in_processes(command, 3, timeout=120, env=env, wrap=unlike_sets)
     wanted = {
         "rate": ("mul(float32[] [-0.2", "mul(float32[] [-0.1"),
-        "sketch": ("", ""),
-        "system": ("", ""),
         "local": ("mul(float32[] [-0.2", "mul(float32[] [-0.1"),
         "every": ("every=3", "every=4"),
         "value": ("argument 0['rate'] = [0.2", "argument 0['rate'] = [0.1"),

@@ -22,6 +22,7 @@ from contract import (
     run,
 )
 from recorders import record
+from training import trainer
 from workers import by_step, feedback_loop, finished, mesh, some
 
 import jaxsparse
@@ -119,15 +120,8 @@ def _step_and_state(name):
     def loss(p, batch):
         return batch.mean() * sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(p))
 
-    @jax.jit
-    @chex.assert_max_traces(1)
-    def step(state, batch):
-        params, opt_state = state
-        grads = jaxsparse.grad(loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, extra=1)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step, (params, tx.init(params))
+    step = chex.assert_max_traces(trainer(tx, jaxsparse.grad(loss), extra=1), n=1)
+    return jax.jit(step), (params, tx.init(params))
 
 
 @functools.cache

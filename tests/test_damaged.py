@@ -177,20 +177,13 @@ def test_a_second_run_is_refused(multihost, folder, capsys):
     assert "holds a run that came to step 2: add --resume" in capsys.readouterr().err
 
 
-OTHER_SETTINGS = {
-    **{"--method": ("top_k", "spardl"), "--hidden": ("17", "964"), "--steps": ("10", "9")},
-    **{"--lr": ("0.2", "0.1"), "--batch-size": ("255", "256"), "--seed": ("1", "0")},
-}
-
-
-@pytest.mark.parametrize("flag", OTHER_SETTINGS)
-def test_other_settings_are_refused(multihost, folder, capsys, flag):
-    value, saved_value = OTHER_SETTINGS[flag]
-    with opened(multihost, folder, flag, value) as saved, pytest.raises(SystemExit):
+def test_other_settings_are_refused(multihost, folder, capsys):
+    with opened(multihost, folder, "--batch-size", "255") as saved, pytest.raises(SystemExit):
         resume(multihost, saved)
     message = capsys.readouterr().err
-    assert f"{flag} {value}: the run in " in message
-    assert f"has {flag} {saved_value}. Give that" in message
+    assert "--batch-size 255: the run in " in message
+    assert "has --batch-size 256. Give that" in message
+    assert {"method", "hidden", "steps", "lr", "seed"} < {*multihost.checkpoints.FIXED}
 
 
 HOLD = """

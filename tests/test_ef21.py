@@ -14,7 +14,7 @@ import optax
 import pytest
 from on_meshes import SHAPES, SPECS, gradients as mesh_gradients, is_bias, mesh as inner_mesh, put
 from reference_ef21 import ef21_sgdm as reference, top_k
-from training import stepped, train
+from training import stepped, train, trainer
 from workers import mesh, some
 
 import jaxsparse
@@ -192,16 +192,11 @@ PARAMS = {
 def compiled_step():
     tx = optax.chain(ef21_sgdm(systems.TopK(0.1), is_dense=is_bias), optax.sgd(0.1))
 
-    @chex.assert_max_traces(2)  # one of them for the check
-    def step(state, batch):
-        params, opt_state = state
+    def loss(p, batch):
+        return batch.mean() * sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(p))
 
-        def loss(p):
-            return batch.mean() * sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(p))
-
-        updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params, extra=1)
-        return optax.apply_updates(params, updates), opt_state
-
+    step = trainer(tx, lambda p, batch: jax.grad(loss)(local(p), batch), extra=1)
+    step = chex.assert_max_traces(step, n=2)  # one of them for the check
     return run_on_workers(step, mesh(3)), shard((PARAMS, tx.init(PARAMS)), mesh(3))
 
 

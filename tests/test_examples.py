@@ -20,21 +20,9 @@ def quickstart(*flags, cwd, **settings):
 
 @pytest.mark.slow
 def test_quickstart_reports_every_method_in_table_and_json(tmp_path):
-    printed, methods = quickstart(
-        *SMALL,
-        "--devices",
-        3,
-        "--compression",
-        8,
-        "--seeds",
-        0,
-        1,
-        "--methods",
-        "local",
-        "spardl",
-        "sketched_sgd",
-        cwd=tmp_path,
-    )
+    flags = [*SMALL, "--devices", 3, "--compression", 8, "--seeds", 0, 1]
+    flags += ["--methods", "local", "spardl", "sketched_sgd"]
+    printed, methods = quickstart(*flags, cwd=tmp_path)
     names = ["dense", "local steps", "SparDL 1 %", "sketched 8x"]
     assert list(methods) == names
     for name, method in methods.items():
@@ -61,9 +49,6 @@ def test_quickstart_reports_every_method_in_table_and_json(tmp_path):
     words = -(-entries * 8 // 32) + -(-entries * 2 // 32) + -(-entries // 256)
     gathered = 4 * (2 * words + reduced * (PARAMETERS - kernels + 1 + 1))
     assert received["local steps"] == pytest.approx(gathered / 10, rel=0.01)
-
-    last = printed.splitlines()[-1]
-    assert re.search(r"sketched 8x: [\d.]+ % vs dense [\d.]+ %, (8\.0|7\.9)\dx fewer bytes", last)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import reference
 import running
 from supports import flat
-from training import stepped, train
+from training import stepped, train, trainer
 from workers import mesh, on_workers, some
 
 import jaxsparse
@@ -106,14 +106,7 @@ def loss(params, batch):
 
 
 def parallel_step(tx, **settings):
-    @functools.partial(jax.jit, **settings)
-    def step(state, batch):
-        params, opt_state = state
-        gradients = jaxsparse.grad(loss)(params, batch)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
+    return jax.jit(trainer(tx, jaxsparse.grad(loss)), **settings)
 
 
 def sharded(tx):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from training import trainer
 from workers import mesh, some
 
 import jaxsparse
@@ -17,7 +18,6 @@ INPUTS = np.random.default_rng(0).normal(size=(12, 8)).astype(np.float32)
 EVERYTHING = {"is_dense": lambda *_: False}
 EXCHANGES = {
     "dense": jaxsparse.dense,
-    "spardl": lambda: jaxsparse.spardl(1.0, **EVERYTHING),
     "top_k": lambda: jaxsparse.top_k(1.0, **EVERYTHING),
     "ef21_sgdm": lambda: jaxsparse.ef21_sgdm(systems.TopK(1.0), momentum=0.0, **EVERYTHING),
 }
@@ -86,15 +86,7 @@ def test_a_full_budget_trains_as_without_an_exchange(case):
     tree, kind, name = case
     params, loss = filtered() if tree == "filtered" else (odd_tree(jnp.dtype(tree)), loss_of)
 
-    def step_of(tx):
-        def step(state, x):
-            params, opt_state = state
-            grads = jax.grad(loss)(params, x)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        return step
-
+    step_of = lambda tx: trainer(tx, jax.grad(loss))
     optimizer = optax.sgd(0.1, momentum=0.9)
     plain, tx = FREEZING[kind](optimizer), FREEZING[kind](EXCHANGES[name](), optimizer)
     expected, found = (params, plain.init(params)), shard((params, tx.init(params)), mesh(W))

@@ -5,7 +5,6 @@ within a few lines, and what the files say.
 """
 
 # ruff: noqa: E501 - a line is an entry
-import argparse
 import functools
 import importlib
 import json
@@ -32,8 +31,7 @@ def pages():
     CHUNKS, MEAN, BITS = "SparseLoCo H=10 12.5 %", "mean H=10", "gradients, 4 bits"
     HOW = {"dense": ("dense", 1), BITS: ("qsgd", 1), MEAN: ("dense", 10), CHUNKS: ("chunked_top_k", 10)}
     timed = lambda *a: curves.over_measured(*a[:2], LOCAL / "exchanges_10.9m.json", a[2])["10mbit"]
-    until = argparse.Namespace(size="10.9m", until=1.4, steps=1500, eval_every=20)
-    slow = timed({x: gpt[x] for x in HOW}, HOW, 0.1) | timed(*to_loss.reached(until), 0.17)
+    slow = timed({x: gpt[x] for x in HOW}, HOW, 0.1) | timed(*to_loss.reached(), 0.17)
     hours = lambda name: slow[name].curves[0].seconds[-1] / 3600
     ends, shorter = recipes.load_ends(), recipes.load_ends(shorter=True)
     SIGNS, MUON, ADAMW = "muon, local 10, sign", "muon, gradients, dense", "adamw, gradients, dense"

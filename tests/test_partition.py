@@ -11,16 +11,7 @@ from workers import mesh, on_workers
 from jaxsparse import error_feedback, traffic
 from jaxsparse.arrays import layout
 from jaxsparse.feedback import partition
-from jaxsparse.systems import (
-    Dense,
-    Dragonn,
-    OmniReduce,
-    Quantized,
-    SketchedSGD,
-    SparDL,
-    TopK,
-    TrueTopK,
-)
+from jaxsparse.systems import Dense, SketchedSGD, SparDL, TopK, TrueTopK
 
 SHAPES = {"embed": (50, 8), "kernel": (30, 20), "out": (20, 11), "bias": (20,)}
 RULES = {"embed": TopK(0.1), "kernel|out": SparDL(0.05)}
@@ -56,34 +47,6 @@ def test_each_group_is_exchanged_as_if_alone():
     assert {k: v.value.shape[2:] for k, v in state.residual.items()} == {
         k: v for k, v in SHAPES.items() if k != "bias"
     }
-
-
-def test_a_skipped_step_changes_nothing_whatever_the_reducer():
-    """Some reducers give a residual at few entries, others a whole one."""
-    rules = {
-        "embed": Dragonn(0.1),
-        "kernel": Quantized(),
-        "out": OmniReduce(block_size=8, union_density=1.0),
-    }
-    tx = partition(rules, momentum=0.5)
-    given = gradients(2)
-    given["kernel"] = given["kernel"].at[1, 1, 3, 4].set(jnp.inf)  # second step, second worker
-
-    def run(grads):
-        def step(state, grads):
-            updates, state = tx.update(grads, state)
-            return state, (updates, state)
-
-        return jax.lax.scan(step, tx.init(jax.tree.map(lambda g: g[0], grads)), grads)[1]
-
-    stacked = jax.tree.map(lambda x: x.swapaxes(0, 1), given)
-    updates, states = on_workers(run, 2, "vmap")(stacked)
-    before, skipped, after = (jax.tree.map(lambda x, i=i: x[:, i], states) for i in range(3))
-    assert not any(np.any(x[:, 1]) for x in jax.tree.leaves(updates))
-    jax.tree.map(np.testing.assert_array_equal, skipped._replace(skipped=before.skipped), before)
-    assert np.all(skipped.skipped == 1)
-    assert all(np.any(x[:, 2]) for x in jax.tree.leaves(updates))
-    assert np.any(after.residual["embed"].value)
 
 
 def test_the_first_rule_that_matches_counts_and_the_default_takes_the_rest():

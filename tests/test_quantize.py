@@ -201,10 +201,8 @@ FED_BACK = [
     (4, "max", 1024, True, True, 0.3),
     (4, "max", 1024, False, True, 0.2),
     (8, "max", 1024, True, True, 0.02),
-    (2, "l2", 1024, True, False, None),
     (2, "l2", 3, True, True, 2),
     (2, "l2", 1024, False, False, None),
-    (4, "l2", 1024, True, False, None),
     (8, "l2", 1024, True, True, 0.2),
 ]
 

@@ -25,12 +25,6 @@ def in_groups(x, size):
     return [x[start : start + size] for start in range(0, len(x), size)]
 
 
-def signs(x, group_size):
-    """Karimireddy et al., (||x||_1 / d) sign(x), group by group; sign(0) = 1."""
-    parts = [np.where(b >= 0, 1, -1) * np.abs(b).mean() for b in in_groups(x, group_size)]
-    return np.concatenate([np.zeros(0), *parts])
-
-
 def nearest(x, bits, group_size):
     """QSGD under "max", rounded to nearest."""
     s = 2 ** (bits - 1) - 1
@@ -48,7 +42,7 @@ def sign(group_size):
 
 SIGN = sign(8)
 RULES = {
-    SIGN: functools.partial(signs, group_size=8),
+    SIGN: lambda x: rounded(x, "sign", 8)[0],
     QSGD(4, 8): functools.partial(nearest, bits=4, group_size=8),
     Format("ternary", 8): lambda x: rounded(x, "ternary", 8, "bfloat16")[0],
 }

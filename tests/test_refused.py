@@ -5,21 +5,54 @@ import re
 
 import jax
 import jax.numpy as jnp
-import misuse
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
 from misuse import ONE, PARAMS, sketched, update
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import PerWorker, diagnose, reshard, shard
+from jaxsparse import PerWorker, diagnose, reshard, shard, specs
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.quantize import QSGD
 from jaxsparse.systems.quantized import Quantized
 
 ERRORS = pathlib.Path(__file__).parents[1] / "docs" / "errors.md"
+
+
+def summed_gradient():
+    tx = sketched()
+    jax.shard_map(
+        lambda g, s: tx.update(g, s)[0],
+        mesh=mesh(3),
+        in_specs=(P(), specs(tx.init(PARAMS))),
+        out_specs=P(),
+    )(PARAMS, shard(tx.init(PARAMS), 3))
+
+
+def unspread_state():
+    tx = sketched()
+    update(tx, state=(PARAMS, tx.init(PARAMS)))
+
+
+def spread_twice():
+    shard(shard(sketched().init(PARAMS), 2), 3)
+
+
+def state_of_another_tree():
+    tx = sketched()
+    update(tx, state=shard((PARAMS, tx.init({"w": jnp.ones((50, 50))})), 3))
+
+
+def uneven_batch():
+    run_on_workers(lambda x: x.sum(), 4, batch_argnums=0)({"image": jnp.ones((6, 2))})
+
+
+def partitioned_over_another_axis():
+    grid = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    shard({"w": jax.device_put(PARAMS["w"], NamedSharding(grid, P(None, "model")))}, mesh(4))
 
 
 def inner_mesh():
@@ -85,7 +118,7 @@ def exchange_in_per_worker():
 
 
 REFUSED = {
-    "is equal on all workers": misuse.summed_gradient,
+    "is equal on all workers": summed_gradient,
     "has been averaged already": lambda: sketched().update(PARAMS, sketched().init(PARAMS), PARAMS),
     "no mesh with an axis": lambda: jaxsparse.grad(of_rows)(PARAMS, ROWS),
     "without a row for each of the": lambda: two_workers(state=sketched().init(PARAMS)),
@@ -107,9 +140,9 @@ REFUSED = {
     "so this is one worker's code already": lambda: jax.vmap(
         lambda x: jaxsparse.grad(of_rows)(PARAMS, x), axis_name="data"
     )(ROWS),
-    "spread it once before the first step": misuse.unspread_state,
-    "carry the state over to another number of workers": misuse.spread_twice,
-    "but these gradients and settings need": misuse.state_of_another_tree,
+    "spread it once before the first step": unspread_state,
+    "carry the state over to another number of workers": spread_twice,
+    "but these gradients and settings need": state_of_another_tree,
     "need per-worker float32": another_accumulator,
     "the state was made for other settings": state_of_another_system,
     "the state was made for another transformation": state_of_another_kind,
@@ -119,9 +152,9 @@ REFUSED = {
     ),
     "whose changes inside the step would be lost": modules_as_arguments,
     "which is no array": lambda: shard({"name": "adam"}, 2),
-    "cannot share equally": misuse.uneven_batch,
+    "cannot share equally": uneven_batch,
     "is a scalar in a batch": lambda: run_on_workers(lambda s, b: s, 2)(ONE, {"scale": ONE}),
-    "is partitioned over devices": misuse.partitioned_over_another_axis,
+    "is partitioned over devices": partitioned_over_another_axis,
     "there is no mean to carry over": lambda: reshard(PerWorker(np.arange(4)), 3),
     "would be compressed": lambda: sketched().init({"b": jnp.zeros(3)}),
     "ask for less compression": lambda: jaxsparse.sketched_sgd(400).init(PARAMS),

@@ -293,20 +293,6 @@ def test_tables_are_sized_as_documented():
     assert words(size=100) == 100
 
 
-# What each of W workers receives, as a share of d, with the default's blocks and ratio.
-RECEIVED = {8: (0.196, 0.028), 16: (0.374, 0.030), 64: (0.856, 0.031), 256: (0.996, 0.032)}
-
-
-@pytest.mark.parametrize("workers", some(RECEIVED, (8,)))
-def test_the_words_of_a_union_grow_with_the_workers_and_those_of_local_do_not(workers):
-    size = 2**20
-    received = [
-        traffic.traced_bytes(S2(sizing=sizing), size, workers).received / 4
-        for sizing in ("union", "local")
-    ]
-    assert np.array(received) / size == pytest.approx(RECEIVED[workers], abs=5e-4)
-
-
 @pytest.mark.parametrize("reducer", some([SKETCHED, EXACT], [SKETCHED]), ids=["sketched", "exact"])
 def test_words_are_those_of_the_compiled_program(reducer):
     step = on_workers(lambda x: reducer(x, reducer.init(SIZE), axis_name="data"), 3)

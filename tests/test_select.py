@@ -261,9 +261,7 @@ def group_oracle(x, k, group_size):
 # the vector width or that have many elements, and more entries than rounds.
 GROUPS = [
     (1, 1, 1),
-    (7, 1, 1),
     (7, 2, 512),
-    (512, 4, 512),
     (2048, 4, 512),
     (2049, 4, 512),
     (2560 + 300, 16, 512),
@@ -275,7 +273,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("group", some(GROUPS, [GROUPS[i] for i in (5, 6, 11)]), ids=str)
+@pytest.mark.parametrize("group", some(GROUPS, [GROUPS[i] for i in (3, 4, 9)]), ids=str)
 def test_group_top_k_is_exact(group):
     size, k, group_size = group
     for data in DATA:

@@ -159,6 +159,8 @@ def test_groups_that_no_set_of_axes_makes():
         ("reduce-scatter", "replica_groups={{0}}, channel_id=1", [range(6)]),
         ("all-reduce", "replica_groups={{0}}", [(0,)]),
         ("all-gather", "replica_groups={{0}}, channel_id=1, use_global_device_ids=true", [(0,)]),
+        # Without global ids, ids beyond the replicas are of partitions.
+        ("all-reduce", "channel_id=1, replica_groups={{0,1,2,3,4,5}}", [range(6)]),
     ],
 )
 def test_ids_are_workers(op, attributes, groups):
@@ -214,20 +216,17 @@ def test_what_cannot_be_read_is_refused(groups):
 # --- literal programs ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shell", ["sugar", "wrapped"])
-def test_asynchronous_pairs(shell):
+def test_asynchronous_pairs():
+    """Of a wrapped computation, and with another user of the handle."""
     groups = "channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}"
     pair = "((f32[16]{0}), f32[32]{0})"
-    if shell == "sugar":
-        before, start, done = "", f"all-gather-start(%x), {groups}", "all-gather-done(%s)"
-    else:
-        before = f"""
+    before = f"""
 %wrapped (p: f32[16]) -> f32[32] {{
   %p = f32[16]{{0}} parameter(0)
   ROOT %ag = f32[32]{{0}} all-gather(%p), {groups}
 }}
 """
-        start, done = "async-start(%x), calls=%wrapped", "async-done(%s), calls=%wrapped"
+    start, done = "async-start(%x), calls=%wrapped", "async-done(%s), calls=%wrapped"
     other = f"%other = {pair} opt-barrier(%s)"
     body = (f"%s = {pair} {start}", other, f"ROOT %d = f32[32]{{0}} {done}")
     (only,) = wire_bytes(hlo(*body, before=before), mesh=CUBE).collectives

@@ -1,4 +1,4 @@
-"""Steps of a transformation, each worker with gradients of its own.
+"""Steps of a trainer, and of a transformation, each worker with gradients of its own.
 
 On a mesh they go through the front door: gradients have a row for each worker. Simulated workers
 take their steps inside `jax.vmap`, with the axis bound.
@@ -10,6 +10,17 @@ from jax.sharding import Mesh
 
 from jaxsparse import shard
 from jaxsparse.outer.parallel import run_on_workers
+
+
+def trainer(tx, gradient, **more):
+    """A trainer's step: (parameters and state, batch) -> the next ones."""
+
+    def step(state, batch):
+        params, opt_state = state
+        updates, opt_state = tx.update(gradient(params, batch), opt_state, params, **more)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
 
 
 def stepped(tx, where, axis_name="data", via=None):

@@ -88,21 +88,17 @@ def wanted(args: argparse.Namespace) -> tuple[list[Any], dict[str, str]]:
     """The cells, and the reasons why others are not possible. Imports JAX, which takes seconds."""
     import cells
 
+    small, middle = [1_000_000], [4_000_000]
+    kinds: dict[str, tuple[Sequence[str], list[int], list[float]]] = {
+        "exchange": (cells.EVERY, [1_000_000, 16_000_000], [0.01, 0.001]),
+        "bytes": (("sketched_sgd", "top_k"), small, [0.01]),
+        "peers": (cells.PEERS, middle, [0.01]),
+        "sparcml": (cells.SPARCML, small, [0.1, 0.01, 0.001]),
+        "teams": (cells.teams(args.hosts), middle, [0.01]),
+    }
     found: dict[Any, None] = {}  # in order, each once
     refused: dict[str, str] = {}
-    for what in args.what:
-        if what == "end_to_end":
-            continue
-        systems: Sequence[str] = cells.EVERY
-        params, density = [1_000_000, 16_000_000], [0.01, 0.001]
-        if what == "bytes":
-            systems, params, density = ("sketched_sgd", "top_k"), [1_000_000], [0.01]
-        elif what == "peers":
-            systems, params, density = cells.PEERS, [4_000_000], [0.01]
-        elif what == "sparcml":
-            systems, params, density = cells.SPARCML, [1_000_000], [0.1, 0.01, 0.001]
-        elif what == "teams":
-            systems, params, density = cells.teams(args.hosts), [4_000_000], [0.01]
+    for systems, params, density in (kinds[what] for what in args.what if what in kinds):
         chosen = args.systems or systems
         grid = cells.grid(chosen, args.params or params, args.density or density, args.hosts)
         found |= dict.fromkeys(grid[0])

@@ -20,7 +20,6 @@ import jaxsparse  # +
 
 STEPS = int(os.environ.get("STEPS", "10"))
 DENSITY = float(os.environ.get("DENSITY", "0.01"))
-FOLDER = os.environ.get("FOLDER")  # of checkpoints, to save and to go on from
 CONFIG = dataclasses.replace(
     qwen3.ModelConfig.qwen3_0p6b(),
     num_layers=2,
@@ -85,7 +84,6 @@ with mesh:
         eval_every_n_steps=1000,
         max_steps=STEPS,
         data_sharding_axis=(("hosts", "fsdp"),),
-        checkpoint_root_directory=FOLDER,
     )
     trainer = peft_trainer.PeftTrainer(create_model(), tx, config)
     trainer.with_gen_model_input_fn(model_inputs).with_training_hooks(Print())

@@ -49,8 +49,7 @@ def start(name: str, flags: list[str]) -> subprocess.Popen[bytes]:
 def run(args: argparse.Namespace, flags: list[str], events: Path) -> list[dict[str, Any]]:
     """Trains, and returns what islands told of their rounds."""
     running = {name: start(name, flags) for name in NAMES[: args.islands]}
-    victim, back_at = NAMES[1], None
-    kill = args.kill
+    victim, kill, back_at = NAMES[1], args.kill, None
     try:
         while running:
             time.sleep(0.1)

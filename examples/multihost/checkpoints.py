@@ -146,10 +146,7 @@ class Checkpoints:
             self._say(f"no checkpoint in {self._directory}: from the start")
             return fresh, start
 
-        def as_saved(x: jax.Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-        like = jax.tree.map(as_saved, jaxsparse.with_checksums(fresh))
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, jaxsparse.with_checksums(fresh))
         jax.tree.map(lambda x: x.delete(), fresh)
         damaged: dict[int, DamagedError] = {}
         while step is not None:

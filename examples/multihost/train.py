@@ -164,10 +164,8 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.json is not None and jax.process_index() == 0:
         result = {
             "settings": vars(args),
-            "parameters": parameters,
             "processes": jax.process_count(),
             "workers": mesh.size,
-            "payload_bytes": moved.payload / args.local_steps,
             "received_bytes": moved.received / args.local_steps,  # mean over steps
             "rounds": moved.rounds,
             "points": points,
