@@ -124,7 +124,11 @@ def test_an_island_of_two_processes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [{"overlap": 0, "snapshots": 1}, {"overlap": 2, "is_spread": False}],
+    [
+        {"overlap": 0, "snapshots": 1},
+        {"overlap": 2, "is_spread": False},
+        {"overlap": 1, "fragments": 2, "snapshots": 1},
+    ],
 )
 def test_overlaps(settings, tmp_path):
     check_equal(tmp_path, 3, **settings)
