@@ -164,11 +164,12 @@ class Link:
 
 
 @functools.cache
-def arithmetic(exchange="top_k", weighted=False):
+def arithmetic(exchange="top_k", weighted=False, fragments=1):
     """Shared by tests, because it keeps compiled programs."""
     pair = OUTER[exchange](), optax.sgd(1.0, momentum=0.5)
-    programs = Arithmetic(*pair, lambda state: state[0], weighted)
-    found = programs.describe(programs.start(start()), start()[0])
+    programs = Arithmetic(*pair, lambda state: state[0], weighted, fragments)
+    first = start(fragments)
+    found = programs.describe(programs.start(first), first[0])
     programs.describe = lambda shared, own: found  # all have the same shapes
     return programs
 
@@ -184,25 +185,41 @@ def member(store, name, clock, *, programs=None, **settings):
     return Member(programs or arithmetic(), store, name, **{**usual, **settings})
 
 
-def start():
-    return ({"w": jnp.zeros((2, 3))}, jnp.zeros(()))
+def start(fragments=1):
+    """A training state, with a leaf for each fragment."""
+    if fragments == 1:
+        return ({"w": jnp.zeros((2, 3))}, jnp.zeros(()))
+    return ({f"w{i}": jnp.zeros(SIZE // fragments) for i in range(fragments)}, jnp.zeros(()))
+
+
+def flat(tree):
+    return np.concatenate([np.asarray(x).reshape(-1) for x in jax.tree.leaves(tree)])
+
+
+def fragment(round, fragments):
+    """The entries that a round exchanges. Each cycle begins with another fragment."""
+    part, size = (round + round // fragments) % fragments, SIZE // fragments
+    return slice(part * size, (part + 1) * size)
 
 
 def moved(state, by):
     """A state after local steps that move its parameters."""
     params, count = state.worker
-    params = {"w": np.asarray(params["w"]) + np.float32(by).reshape(2, 3)}
+    leaves, treedef = jax.tree.flatten(params)
+    parts = np.split(np.float32(by), len(leaves))
+    moved = [np.asarray(x) + part.reshape(x.shape) for x, part in zip(leaves, parts)]
+    params = treedef.unflatten(moved)
     return state._replace(worker=(params, np.float32(count + 1)), steps=state.steps + 1)
 
 
 def residual(state):
-    return np.asarray(state.outer[0].residual["w"].value).reshape(-1)
+    return flat([exchange.residual for exchange, _ in state.outer])
 
 
 @functools.cache
-def decoder(exchange="top_k"):
+def decoder(exchange="top_k", size=SIZE):
     """A function from a message of `OUTER` to what it alone delivers, both NumPy arrays."""
-    tx, zeros = OUTER[exchange](), {"w": jnp.zeros((2, 3))}
+    tx, zeros = OUTER[exchange](), {"w": jnp.zeros(size)}
     state = tx.init(zeros)
     _, posted = by_message.post(tx, zeros, state)
     decode = jax.jit(lambda words: by_message.receive(tx, words, posted, zeros, state)[0]["w"])
@@ -217,8 +234,9 @@ class Ledger:
         params, momentum: what follows from the decisions, as each round begins.
     """
 
-    def __init__(self, store, exchange, weighted, quorum, grace):
+    def __init__(self, store, exchange, weighted, quorum, grace, fragments=1):
         self.store, self.exchange, self.weighted = store, exchange, weighted
+        self.fragments = fragments
         self.quorum, self.grace = quorum, grace
         self.decisions, self.params, self.momentum = [], [np.zeros(SIZE)], [np.zeros(SIZE)]
         self.delivered, self._lives = {}, {}
@@ -247,7 +265,10 @@ class Ledger:
             assert hashlib.sha256(data).hexdigest() == member.checksum, f"{key} was another one"
             header, body = Message.from_bytes(data, round)
             words = np.frombuffer(body, np.uint32)
-            self.delivered[key] = header, decoder(self.exchange)(words)
+            delivered = np.zeros(SIZE)
+            found = decoder(self.exchange, SIZE // self.fragments)(words)
+            delivered[fragment(round, self.fragments)] = found
+            self.delivered[key] = header, delivered
         return self.delivered[key]
 
     def _add(self, data):
@@ -257,8 +278,11 @@ class Ledger:
         self.decisions.append(decision)
         found = [self.message(round, member)[1] for member in decision.members]
         weights = [member.weight if self.weighted else 1.0 for member in decision.members]
-        momentum = 0.5 * self.momentum[-1] + np.average(found, 0, weights)
-        self.params.append(self.params[-1] - momentum)
+        here, mean = fragment(round, self.fragments), np.average(found, 0, weights)
+        params, momentum = self.params[-1].copy(), self.momentum[-1].copy()
+        momentum[here] = 0.5 * momentum[here] + mean[here]
+        params[here] -= momentum[here]
+        self.params.append(params)
         self.momentum.append(momentum)
 
     def _check(self, decision):
@@ -304,9 +328,9 @@ class Ledger:
         assert round <= len(self.decisions), f"a snapshot of round {round}, which has not begun"
         arrays = load(bytes(body))
         for part, expected in ((".params", self.params), ("trace", self.momentum)):
-            found = [x for path, x in arrays.items() if part in path]
-            assert len(found) == 1, f"the snapshot of round {round} has {list(arrays)}"
-            near(found[0].reshape(-1), expected[round], f"the snapshot of round {round}")
+            found = [arrays[path] for path in sorted(arrays) if part in path]
+            assert len(found) == self.fragments, f"the snapshot of round {round}: {list(arrays)}"
+            near(flat(found), expected[round], f"the snapshot of round {round}")
         return arrays
 
 

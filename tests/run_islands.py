@@ -23,8 +23,8 @@ import jaxsparse
 from jaxsparse.islands.processes import lead
 from jaxsparse.processes.group import whole_group
 
-SHAPES = {"w": (64, 48), "v": (48, 32), "b": (32,)}
-SPECS = {"w": P("x"), "v": P(None, "x"), "b": P()}
+SHAPES = {"w": (64, 48), "v1": (48, 32), "b": (32,)}
+SPECS = {"w": P("x"), "v1": P(None, "x"), "b": P()}
 TX = optax.sgd(0.1, momentum=0.9)
 
 

@@ -8,10 +8,11 @@ runs as many other histories, and prints one that fails as a program.
 from unittest import mock
 
 import histories
+import jax
 import numpy as np
 import pytest
 import reference_islands as reference
-from histories import MACHINES, Fractions, History, Weighted
+from histories import MACHINES, Fractions, Fragments, History, Weighted
 from workers import some
 
 from jaxsparse.islands import arithmetic, exchange, member, protocol, records, snapshots
@@ -19,9 +20,9 @@ from jaxsparse.islands import arithmetic, exchange, member, protocol, records, s
 AT_ONCE = 100  # histories of a test
 
 
-@pytest.mark.parametrize(("machine", "count"), [(History, 20), (Fractions, 10), (Weighted, 10)])
-def test_any_history(machine, count):
-    histories.run(machine, count, seed=0)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_any_history(machine):
+    histories.run(machine, 20 if machine is History else 10, seed=0)
 
 
 @pytest.mark.slow
@@ -62,9 +63,9 @@ def late_loses_its_residual(patch, programs):
 def counted_is_owed_still(patch, programs):
     right = programs.outer_step
 
-    def outer_step(messages, weights, begun, before):
-        after, ok = right(messages, weights, begun, before)
-        return arithmetic.with_own(after, programs.owed(begun, before)), ok
+    def outer_step(messages, weights, begun, before, part):
+        after, ok = right(messages, weights, begun, before, part)
+        return arithmetic.with_own(after, programs.owed(begun, before, part=part)), ok
 
     patch(programs, "outer_step", outer_step)
 
@@ -209,8 +210,26 @@ def decides_in_an_empty_folder(patch, programs):
 
 def weights_of_one(patch, programs):
     right = programs.outer_step
-    unweighted = lambda words, weights, *more: right(words, 0 * weights + 1, *more)
+    unweighted = lambda words, weights, *more, part: right(words, 0 * weights + 1, *more, part)
     patch(programs, "outer_step", unweighted)
+
+
+def late_takes_its_moves_for_sent(patch, programs):
+    right = member.Member.begin_late
+
+    def begin_late(self, shared, round, begun):
+        origin = jax.tree.map(np.float32, begun.own)
+        return right(self, shared, round, begun._replace(origin=origin))
+
+    patch(member.Member, "begin_late", begin_late)
+
+
+def what_was_sent_stays_moved(patch, programs):
+    patch(programs, "without_moves", lambda begun: begun)
+
+
+def one_order_of_fragments(patch, programs):
+    patch(protocol.Rounds, "part", lambda self, round: round % len(self.words))
 
 
 def late_loses_its_weight(patch, programs):
@@ -251,12 +270,16 @@ FAULTS = {
     decides_in_an_empty_folder: (History, UNLIKE),
     weights_of_one: (Weighted, UNLIKE),
     late_loses_its_weight: (Weighted, "weighs"),
+    late_takes_its_moves_for_sent: (Fragments, UNBALANCED),
+    what_was_sent_stays_moved: (Fragments, UNBALANCED),
+    one_order_of_fragments: (Fragments, UNLIKE),
 }
 
 
 @pytest.mark.parametrize("fault", some(FAULTS, [counted_is_owed_still]), ids=lambda x: x.__name__)
 def test_histories_find_a_planted_fault(fault, monkeypatch):
     machine, text = FAULTS[fault]
-    fault(monkeypatch.setattr, reference.arithmetic(machine.exchange, weighted=machine.weighted))
+    settings = machine.exchange, machine.weighted, machine.fragments
+    fault(monkeypatch.setattr, reference.arithmetic(*settings))
     with pytest.raises((AssertionError, RuntimeError, records.BrokenError), match=text):
         histories.run(machine, 200, seed=2)

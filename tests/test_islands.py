@@ -321,7 +321,7 @@ BROKEN_MESSAGES = {
 
 
 def rounds(store, name="adam", **settings):
-    usual = {"settings": "s", "words": 3, "quorum": 1, "grace": 5.0}
+    usual = {"settings": "s", "words": (3,), "quorum": 1, "grace": 5.0}
     store.objects["snapshots/00000000"] = b""  # of a run that has begun
     one = protocol.Rounds(store, name, **{**usual, **settings})
     one.life = "0"
@@ -784,13 +784,18 @@ WRONG = {
     "quorum": ({"quorum": 1.5}, "quorum=1.5 must be an int"),
     "overlap": ({"overlap": 2}, "overlap=2 must be less than every=2"),
     "grace": ({"grace": -1.0}, "grace=-1.0 must be a number of seconds"),
+    "fragments": ({"fragments": 0}, "fragments=0 must be at least 1"),
+    "weights of fragments": (
+        {"fragments": 2, "weighted": True},
+        "weighted=True and fragments=2: a fragment moves in more steps",
+    ),
     "several rounds": (
         {"exchange": jaxsparse.spardl(0.5, axis_name=None, is_dense=lambda *_: False)},
         "SparDL exchanges in several rounds",
     ),
     "a key": (
         {"optimizer": optax.add_noise(0.1, 0.5, 3)},
-        r"the state of exchange and optimizer holds key<fry> at \[1\].rng_key, which snapshots",
+        r"state of exchange and optimizer holds key<fry> at \[0\]\[1\].rng_key, which snapshots",
     ),
     "no exchange": ({"exchange": optax.sgd(1.0)}, "give an exchange of one message"),
     "an exchange twice": (
@@ -896,7 +901,7 @@ def test_losses_and_broken_decisions_are_shown(tmp_path, capsys, clock):
         states = [one.finish(states[0], mine), two.finish(states[1], other)]
     first, *_, last = watch.read_history(store)[0]
     assert first.decision.waited == 10
-    assert first.received == 2 * 4 * one.rounds.words
+    assert first.received == 2 * 4 * one.rounds.words[0]
     assert (first.losses, last.losses) == ({NAMES[0]: 4.5}, {})
     store.create("decisions/00000002", b"[red]")
     status, printed = shown(capsys, tmp_path)
@@ -1021,6 +1026,89 @@ def test_an_overlap_hides_a_slow_link():
     link = {"latency": 1.0, "poll": 0.1}
     waits = [simulated(overlap=overlap, **link)["cork"].waited for overlap in (0, 4)]
     assert waits[1] < 6 < 20 < waits[0]
+
+
+@functools.cache
+def in_fragments(count):
+    """Programs, and the first state, of parameters that are a stack of layers."""
+    programs = Arithmetic(half(), optax.sgd(1.0), lambda state: state[0], fragments=count)
+    return programs, ({"layers": jnp.zeros((4, 2, 2))},)
+
+
+@pytest.mark.parametrize("slow", some([1.0, 2.0, 3.0], [2.0]))
+def test_a_slow_island_sends_all_fragments(slow):
+    """In time in each second round, it would send each second fragment alone."""
+    programs, state = in_fragments(2)
+    move = jax.jit(lambda x, batch: x + 0.1 * (batch - x))
+    step = lambda state, batch: (jax.tree.map(lambda x: move(x, batch), state), None)
+    times = {"amsterdam": 1.0, "bergen": 1.0, "cork": slow}
+    batches = {name: lambda t, x=x: x for name, x in zip(times, (0.0, 0.0, 3.0))}
+    settings = {"every": 5, "grace": 1.0, "overlap": 2, "poll": 0.5}
+    told = simulate(step, programs, state, batches, seconds=600.0, step_seconds=times, **settings)
+    assert agree(told)
+    rows = np.asarray(told["amsterdam"].state.params["layers"])
+    # All weigh alike in a round, and a slow one is in fewer rounds.
+    assert 0.3 < rows.min() <= rows.max() < 1.3
+    np.testing.assert_allclose(rows[0::2].mean(), rows[1::2].mean(), atol=0.2)
+
+
+def joined_to(store, names, clock, programs, first):
+    members = [reference.member(store, name, clock, programs=programs) for name in names]
+    return members, [one.join(first) for one in members]
+
+
+def test_a_fragment_leaves_the_others_where_they_are(clock):
+    """Bit for bit: an island's own moves of them, and the global parameters."""
+    (one,), (state,) = joined_to(reference.Memory(), ["one"], clock, *in_fragments(2))
+    by = np.random.default_rng(0).normal(size=(4, 2, 2)).astype(np.float32)
+    state, exchange = one.begin(state._replace(worker=({"layers": jnp.asarray(by)},), steps=1))
+    exchange.advance()
+    clock.now += 10
+    assert exchange.advance()
+    state = one.finish(state, exchange)
+    own, whole = (np.asarray(x["layers"]) for x in (state.worker[0], state.params))
+    np.testing.assert_array_equal(own[1::2], by[1::2])
+    np.testing.assert_array_equal(own[0::2], whole[0::2])
+    assert np.count_nonzero(whole[0::2]) == 4  # half of 8
+    assert not whole[1::2].any()
+
+
+def test_who_joins_within_a_cycle_has_what_all_have(clock):
+    programs, first = in_fragments(4)
+    store = reference.Memory()
+    members, states = joined_to(store, NAMES[:2], clock, programs, first)
+    for round in range(7):
+        exchanges = []
+        for i, one in enumerate(members):
+            by = (i + 1) * (round + 1)
+            worker = ({"layers": states[i].worker[0]["layers"] + by},)
+            states[i], exchange = one.begin(states[i]._replace(worker=worker, steps=1))
+            exchange.advance()
+            exchanges.append(exchange)
+        clock.now += 10
+        for i, exchange in enumerate(exchanges):
+            assert exchange.advance()
+            states[i] = members[i].finish(states[i], exchange)
+        _, (late,) = joined_to(store, ["late"], clock, programs, first)
+        assert late.round == round + 1
+        expected = dict(shared_leaves(Shared(states[0].params, states[0].outer)))
+        for path, x in shared_leaves(Shared(late.params, late.outer)):
+            np.testing.assert_array_equal(x, expected[path])
+    assert np.asarray(late.params["layers"]).any(axis=(1, 2)).all()
+
+
+def test_leaving_exchanges_all_fragments():
+    step = jax.jit(lambda state, batch: (jax.tree.map(lambda x: x + batch, state), None))
+    exchange = jaxsparse.dense(axis_name=None)
+    settings = {"every": 2, "overlap": 1, "fragments": 4, "grace": 0.0, "poll": 0.01}
+    store = reference.Memory()
+    train = islands.Islands(step, exchange, optax.sgd(1.0), store, name="one", **settings)
+    state = train.join(in_fragments(4)[1])
+    for _ in range(5):
+        state, _ = train(state, 1.0)
+    state = train.leave(state)
+    np.testing.assert_array_equal(state.params["layers"], np.full((4, 2, 2), 5.0))
+    np.testing.assert_array_equal(state.worker[0]["layers"], state.params["layers"])
 
 
 def test_a_step_may_donate_its_state():
@@ -1240,7 +1328,7 @@ def test_an_interrupt_in_an_exchange_leaves_it_on_its_way(request):
     left = one.leave(state)
     assert (left.round, one.status().counted) == (1, 1)
     # The step that it was interrupted in is undone: its own state does not have it.
-    (residual,) = jax.tree.leaves(left.outer[0].residual)
+    (residual,) = jax.tree.leaves(left.outer[0][0].residual)
     np.testing.assert_allclose(left.worker[0], residual[0], atol=1e-7)
     with pytest.raises(ValueError, match="the state is of round 0, and one is in round 1"):
         one(state, jnp.ones(8))
@@ -1478,7 +1566,7 @@ def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
             # What is bound to no device must be named with those of the mesh, to be read there.
             assert x.sharding == (found.sharding if found.committed else x.sharding)
             assert x.sharding.device_set == w.sharding.device_set
-    residual = jax.tree.leaves(state.outer[0].residual)[0]
+    residual = jax.tree.leaves(state.outer[0][0].residual)[0]
     assert residual.sharding.shard_shape(residual.shape) == (1, 6 // max(1, len(devices)), 4)
     for _ in range(4):
         state, _ = train(state, batch)

@@ -3,6 +3,9 @@
 What all islands must compute alike is one program, `outer_step`. All run it, also those whose
 message does not count or that only replay. So they get the same bits, as far as their devices and
 compilers agree. What stays with an island itself comes from other programs.
+
+A round exchanges one fragment of the parameters, and programs take its number, `part`. An exchange
+moves the others only if it passes rounds of theirs, and an island's own moves of them go on.
 """
 
 import functools
@@ -22,15 +25,19 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
 from jaxsparse.islands.records import DTYPES
+from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import (
     Select,
     check_optimizer,
     displacement,
+    part_of,
     picked,
     put_back,
     replaced,
     skips,
+    taken,
     widened,
+    with_rows,
 )
 from jaxsparse.processes.digest import Digested
 
@@ -39,9 +46,9 @@ class Shared(NamedTuple):
     """What all islands of a run have alike, bit for bit, as a round begins."""
 
     params: Any  #: the global parameters, in float32 or wider
-    #: the states of exchange and optimizer. Arrays marked `PerWorker`, such as residuals, are this
-    #: island's own.
-    outer: tuple[Any, Any]
+    #: the states of exchange and optimizer, for each fragment. Arrays marked `PerWorker`, such as
+    #: residuals, are this island's own.
+    outer: tuple[tuple[Any, Any], ...]
 
 
 class Begun(NamedTuple):
@@ -49,7 +56,10 @@ class Begun(NamedTuple):
 
     words: UInt32[Array, " words"]  # its message
     posted: Any  # what stays with it
-    origin: Any  # its own parameters when it began, in float32 or wider
+    # Its own parameters when it began, in float32 or wider, and in fragments that it has not sent
+    # since then the global ones.
+    origin: Any
+    own: Any  # its own parameters when it began, or None if there is one fragment
     finite: Bool[Array, ""]  # whether these, and what they moved, were finite
 
 
@@ -62,21 +72,27 @@ class Arithmetic:
         optimizer: optax.GradientTransformation,
         params: Select,
         weighted: bool = False,
+        fragments: int = 1,
     ) -> None:
         self.is_weighted = weighted
+        self._places = Streaming(fragments, overlap=0).places
         self._exchange = exchange
         self._optimizer = optax.with_extra_args_support(optimizer)
         self.pick = params
-        self._make = lambda params: (exchange.init(params), optimizer.init(params))
+        self._make = lambda params: tuple(
+            (exchange.init(part), optimizer.init(part))
+            for part in (part_of(params, places) for places in self._places(params))
+        )
         # The step may donate its own state.
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self._widen = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
         # A training state at the global parameters, without numbers that are not finite.
         self.put_back = jax.jit(lambda worker, new: put_back(params, worker, new, jnp.bool_(True)))
-        self.begin = jax.jit(self._begin)
-        self.outer_step = jax.jit(self._outer_step)
-        self.owed = jax.jit(functools.partial(self._own, counts=False))
-        self.sent = jax.jit(functools.partial(self._own, counts=True))
+        jit = functools.partial(jax.jit, static_argnames="part")
+        self.begin = jit(self._begin)
+        self.outer_step = jit(self._outer_step)
+        self.owed = jit(functools.partial(self._own, counts=False))
+        self.sent = jit(functools.partial(self._own, counts=True))
         self.go_on = jax.jit(self._go_on)
         self.digest = jax.jit(_digest)
 
@@ -92,7 +108,7 @@ class Arithmetic:
         picked("params", self.pick, state)  # raises
         params = self._widen(self.pick(state))
         outer = self._init_state(params)
-        check_optimizer(outer[1])
+        check_optimizer(outer[0][1])
         for path, leaf in tree_flatten_with_path(outer)[0]:
             if leaf.dtype.name not in DTYPES:
                 raise ValueError(
@@ -102,8 +118,8 @@ class Arithmetic:
                 )
         return Shared(params, outer)
 
-    def describe(self, shared: Shared, own: Any) -> tuple[int, str]:
-        """The number of words of a message, and a digest of what islands must have in common.
+    def describe(self, shared: Shared, own: Any) -> tuple[tuple[int, ...], str]:
+        """The words of each fragment's message, and a digest of what islands must have in common.
 
         That is `outer_step`, what it works on, and the names of arrays. Of `shared` and of
         the island's own parameters shapes and dtypes count alone. Raises ValueError if
@@ -111,24 +127,29 @@ class Arithmetic:
         """
         shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))  # no weak types
         shared, own = jax.tree.map(shape, (shared, own))
+        part_begun = lambda part: jax.eval_shape(
+            functools.partial(self._begin, part=part), own, shared.params, shared.outer, 0
+        )
         try:
-            words = by_message.message_words(self._exchange, shared.params, shared.outer[0])
+            begun = [part_begun(part) for part in range(len(shared.outer))]
         except ValueError as error:
             error.add_note(
                 "islands are programs of their own, so exchange must send one message, and be "
                 "made with axis_name=None; what applies the mean is optimizer"
             )
             raise
-        begun = jax.eval_shape(self._begin, own, shared, 0)
-        program = jax.make_jaxpr(self._outer_step)(*self._received(2, words), begun, shared)
-        names = [f"{path} {x.shape} {x.dtype}" for path, x in shared_leaves(shared)]
-        text = "\n".join([Digested(program, None, ()).digest, *names])
-        return words, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        found = [f"{path} {x.shape} {x.dtype}" for path, x in shared_leaves(shared)]
+        words = tuple(each.words.size for each in begun)
+        for part, (count, half) in enumerate(zip(words, begun)):
+            step = functools.partial(self._outer_step, part=part)
+            program = jax.make_jaxpr(step)(*self._received(2, count), half, shared)
+            found.append(Digested(program, None, ()).digest)
+        return words, hashlib.blake2b("\n".join(found).encode(), digest_size=8).hexdigest()
 
-    def prepare(self, members: int, begun: Begun, before: Shared) -> None:
+    def prepare(self, members: int, part: int, begun: Begun, before: Shared) -> None:
         """Compiles `outer_step` for so many messages, and does not run it."""
         received = self._received(members, begun.words.size)
-        self.outer_step.lower(*received, begun, before).compile()
+        self.outer_step.lower(*received, begun, before, part=part).compile()
 
     def _received(self, members: int, words: int) -> tuple[Any, Any]:
         """The shapes of messages that count, and of their weights."""
@@ -139,12 +160,22 @@ class Arithmetic:
         """Without anything of this island's own, as it starts."""
         return with_own(shared, self._init_state(shared.params))
 
+    def without_moves(self, begun: Begun) -> Begun:
+        """Without what was moved before, in all fragments."""
+        return begun if begun.own is None else begun._replace(origin=self._widen(begun.own))
+
     def _init_state(self, params: Any) -> Any:
         """The outer states as they start, cut over devices as the parameters are.
 
         Zeros depend on no parameter, so that XLA alone would put all of them on one device.
         """
-        cuts = {x.shape: x.sharding for x in jax.tree.leaves(params) if _is_on_mesh(x)}
+        leaves = jax.tree.leaves(params)
+        cuts = {x.shape: x.sharding for x in leaves if _is_on_mesh(x)}
+        for i, rows in (item for places in self._places(params) for item in places.items()):
+            if rows is not None and _is_on_mesh(x := leaves[i]):  # rows may not divide the axis
+                shape = jax.eval_shape(functools.partial(taken, rows=rows), x).shape
+                rest = PartitionSpec(None, *x.sharding.spec[1:])
+                cuts.setdefault(shape, NamedSharding(x.sharding.mesh, rest))
         whole = _whole(params)
 
         def place(x: jax.ShapeDtypeStruct, is_own: bool) -> NamedSharding | None:
@@ -156,15 +187,24 @@ class Arithmetic:
         there = map_marked(place, jax.eval_shape(self._make, params))
         return jax.jit(self._make, out_shardings=there)(params)
 
-    def _begin(self, own: Any, shared: Shared, rank: Any) -> Begun:
-        """A message of an island's own parameters. By its `rank` islands draw differently."""
+    def _begin(self, own: Any, origin: Any, outer: Any, rank: Any, part: int = 0) -> Begun:
+        """A message of how far an island's own parameters are from an origin, in a fragment.
+
+        By its `rank` islands draw differently.
+        """
+        places = self._places(own)
         finite = all_finite(jax.tree.leaves(own))
-        moved = jax.tree.map(lambda x: jnp.where(finite, x, 0), displacement(shared.params, own))
-        words, posted = by_message.post(self._exchange, moved, shared.outer[0], rank=rank)
-        origin = jax.tree.map(lambda w: jnp.copy(widened(w)), own)
+        moved = displacement(*(part_of(tree, places[part]) for tree in (origin, own)))
+        moved = jax.tree.map(lambda x: jnp.where(finite, x, 0), moved)
+        words, posted = by_message.post(self._exchange, moved, outer[part][0], rank=rank)
+        # What it has not moved must look so in its own precision.
+        origin = jax.tree.map(lambda g, w: widened(narrow(g, w.dtype)), origin, own)
+        here = jax.tree.map(lambda w: jnp.copy(widened(w)), own)
+        origin = with_rows(origin, places[part], jax.tree.leaves(part_of(here, places[part])))
+        own = None if len(places) == 1 else jax.tree.map(jnp.copy, own)
         # All leave out a message that says it is not finite, as after a move beyond float32. An
         # island that sent it would wait for a decision without end if no other one makes it.
-        return Begun(words, posted, origin, finite & (words[0] == 0))
+        return Begun(words, posted, origin, own, finite & (words[0] == 0))
 
     def _outer_step(
         self,
@@ -172,29 +212,32 @@ class Arithmetic:
         weights: Float[Array, " members"] | None,
         begun: Begun,
         before: Shared,
+        part: int = 0,
     ) -> tuple[Shared, Bool[Array, ""]]:
         """What follows for all, and whether it counts: if a sum overflows, all stay as before."""
-        params, (sent, moments) = before
+        places, (sent, moments) = self._places(before.params)[part], before.outer[part]
+        params = part_of(before.params, places)
         mean, sent = by_message.receive(
             self._exchange, messages, begun.posted, params, sent, weights=weights
         )
         updates, moments = self._optimizer.update(mean, moments, params)
-        after = Shared(optax.apply_updates(params, updates), (sent, moments))
+        after = Shared(optax.apply_updates(params, updates), ((sent, moments),))
         equal = map_marked(lambda x, own: 0 if own else x, after)
-        ok = all_finite(jax.tree.leaves(equal)) & (skips(after.outer) == skips(before.outer))
-        return jax.tree.map(functools.partial(jnp.where, ok), after, before), ok
+        started = Shared(params, before.outer[part : part + 1])
+        ok = all_finite(jax.tree.leaves(equal)) & (skips(after.outer) == skips(started.outer))
+        params, outer = jax.tree.map(functools.partial(jnp.where, ok), after, started)
+        merged = with_rows(before.params, places, jax.tree.leaves(params))
+        return Shared(merged, _with(before.outer, part, outer[0])), ok
 
-    def _own(self, begun: Begun, before: Shared, counts: bool) -> tuple[Any, Any]:
+    def _own(self, begun: Begun, before: Shared, counts: bool, part: int = 0) -> Any:
         """The outer states, of which an island's own part is right, without others' messages.
 
         If its own does not count, it keeps all.
         """
-        params, (sent, moments) = before
-        words = begun.words[None]
-        _, sent = by_message.receive(
-            self._exchange, words, begun.posted, params, sent, counts=counts
-        )
-        return sent, moments
+        params, (sent, moments) = before.params, before.outer[part]
+        words, like = begun.words[None], part_of(params, self._places(params)[part])
+        _, sent = by_message.receive(self._exchange, words, begun.posted, like, sent, counts=counts)
+        return _with(before.outer, part, (sent, moments))
 
     def _go_on(self, worker: Any, begun: Begun, params: Any) -> tuple[Any, Bool[Array, ""]]:
         """A training state that goes on from new global parameters, and whether it was finite.
@@ -206,8 +249,11 @@ class Arithmetic:
 
         def moved_on(i: int, g: Array, origin: Array) -> Array:
             own = widened(leaves[i])
-            # Where it has not moved, it gets exactly the global parameters.
-            return narrow(jnp.where(own == origin, g, g + (own - origin)), leaves[i].dtype)
+            # Where it has not moved, it gets exactly the global parameters. Where these have not,
+            # it stays exactly where it is.
+            rests = widened(narrow(g, leaves[i].dtype)) == origin
+            moved = jnp.where(rests, own, g + (own - origin))
+            return narrow(jnp.where(own == origin, g, moved), leaves[i].dtype)
 
         globals_, origins = jax.tree.leaves(params), jax.tree.leaves(begun.origin)
         values = [moved_on(i, g, origin) for i, g, origin in zip(places, globals_, origins)]
@@ -269,7 +315,12 @@ def with_own(shared: Shared, outer: Any) -> Shared:
 
 def has_residual(shared: Shared) -> bool:
     """Whether an island keeps what was not sent. `dense` and `decay=0` leave nothing of it."""
-    return bool(shared.outer[0].residual)
+    return bool(shared.outer[0][0].residual)
+
+
+def _with(outer: tuple[Any, ...], part: int, one: Any) -> tuple[Any, ...]:
+    """The outer states with another one of a fragment."""
+    return (*outer[:part], one, *outer[part + 1 :])
 
 
 def _digest(shared: Shared) -> UInt32[Array, " 2"]:

@@ -106,12 +106,16 @@ class Exchange:
                 self._absorb(*seen)
             while (decision := lead(self.member.rounds.decided, self.round)) is not None:
                 self._absorb(decision)
-            if self._owes and not self.is_late:
-                self.message, self.is_late = self.member.begin_idle(self.shared), True
-                self.words = self.posted_at = None
-            else:
-                self.is_done = True
+            self.is_done = self.is_late or not self._owes or not self._begin_late()
         return True
+
+    def _begin_late(self) -> bool:
+        """Begins a message of what it owes. Returns whether that is finite."""
+        late = self.member.begin_late(self.shared, self.round, self.begun)
+        if is_finite := bool(late.finite):
+            self.message = self.begun = late
+            self.is_late, self.words, self.posted_at = True, None, None
+        return is_finite
 
     def prepare(self) -> None:
         """Computes what `look` needs of devices, in all processes."""
@@ -182,16 +186,17 @@ class Exchange:
         if not lead(self._read, decision):
             self._jump(decision)
             return
-        like = [np.empty(member.rounds.words, np.uint32)] * len(decision.members)
+        part = member.rounds.part(self.round)
+        like = [np.empty(member.rounds.words[part], np.uint32)] * len(decision.members)
         messages = np.stack(list(spread(self.messages or (), like)))
         weights = None
         if member.arithmetic.is_weighted:
             weights = np.array([each.weight for each in decision.members], np.float32)
-        half = self.message or member.begin_idle(before)
-        after, applied = member.arithmetic.outer_step(messages, weights, half, before)
+        half = self.message or member.begin_idle(before, self.round)
+        after, applied = member.arithmetic.outer_step(messages, weights, half, before, part=part)
         counts = self._counts_in(decision)
         if not (is_own and counts):
-            after = with_own(after, member.arithmetic.owed(half, before))
+            after = with_own(after, member.arithmetic.owed(half, before, part=part))
         if was_sent := self._was_sent_in(decision):
             after = member.arithmetic.without_debts(after)
         if decision.digest != self._digest_now() and (found := self._reload(decision, after)):
@@ -200,7 +205,7 @@ class Exchange:
         after = jax.tree.map(place_as, after, before)
         self._go_to(after, decision.round + 1, counts, was_sent)
         members = tuple(decision.lives)
-        sent = 0 if waited is None else 4 * member.rounds.words
+        sent = 0 if waited is None else 4 * member.rounds.words[part]
         told = members, counts, waited, messages.nbytes, sent, bool(applied), self._digest_now()
         member.report(Report(decision.round, *told))
         if is_own:
@@ -211,6 +216,8 @@ class Exchange:
         self.shared, self.round, self.digest = shared, round, None
         self.seen = self.messages = None
         self.was_sent |= was_sent
+        if was_sent:  # what it had moved was sent as well, or will be in another fragment's round
+            self.begun = self.member.arithmetic.without_moves(self.begun)
         # A former life ends as it sees that this one counts, so it can't count after that.
         self.member.is_restored &= not (counts or was_sent)
         if self.message is not None:
@@ -283,7 +290,8 @@ class Exchange:
         counts = self.message is not None and self._counts_in(decision)
         if self.message is not None:
             keep = arithmetic.sent if counts else arithmetic.owed
-            shared = with_own(shared, keep(self.message, self.shared))
+            part = rounds.part(self.round)
+            shared = with_own(shared, keep(self.message, self.shared, part=part))
         if was_sent := not counts and any(map(self._was_sent_in, passed)):
             shared = arithmetic.without_debts(shared)
         self._go_to(shared, round, counts, was_sent)

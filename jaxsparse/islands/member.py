@@ -69,7 +69,7 @@ class Member:
         self.totals = 0, 0, 0, 0  # rounds in which it counted, and sent; bytes sent, and received
         # Of this life, see `join`.
         self._enter = functools.partial(Rounds, store, name, quorum=quorum, grace=grace)
-        self.rounds = self._enter(settings="", words=0)
+        self.rounds = self._enter(settings="", words=(0,))
         self.dtypes: Any = None  # of its own parameters
         # Whether it began from a saved state, and messages of a former life may have sent what that
         # owes: until one of these counts, or one of this life.
@@ -125,7 +125,7 @@ class Member:
             state = IslandState(worker, *shared, round, 0, 0.0, self.rank)
         self.rounds.life = lead(self.rounds.begin_life)
         shared = Shared(state.params, state.outer)
-        return state, Exchange(self, shared, state.round, self.begin_idle(shared))
+        return state, Exchange(self, shared, state.round, self.begin_idle(shared, state.round))
 
     def begin(
         self, state: IslandState, loss: float | None = None
@@ -135,7 +135,7 @@ class Member:
         If parameters are not finite, there is no exchange: the island starts the round anew.
         """
         shared = Shared(state.params, state.outer)
-        begun = self.arithmetic.begin(self.arithmetic.pick(state.worker), shared, self.rank)
+        begun = self._begin(self.arithmetic.pick(state.worker), *shared, state.round)
         took, self._began = self.clock() - self._began, self.clock()
         if not bool(begun.finite):
             self._tell_not_finite(state.round)
@@ -147,10 +147,20 @@ class Member:
         )
         return state._replace(steps=0), exchange
 
-    def begin_idle(self, shared: Shared) -> Begun:
+    def begin_idle(self, shared: Shared, round: int) -> Begun:
         """An exchange that began right from the global parameters."""
-        own = jax.tree.map(narrow, shared.params, self.dtypes)
-        return self.arithmetic.begin(own, shared, self.rank)
+        return self._begin(self._narrowed(shared.params), *shared, round)
+
+    def begin_late(self, shared: Shared, round: int, begun: Begun) -> Begun:
+        """An exchange of what an island owes, and had moved in this round's fragment by then."""
+        own = self._narrowed(begun.origin) if begun.own is None else begun.own
+        return self._begin(own, begun.origin, shared.outer, round)
+
+    def _begin(self, own: Any, origin: Any, outer: Any, round: int) -> Begun:
+        return self.arithmetic.begin(own, origin, outer, self.rank, part=self.rounds.part(round))
+
+    def _narrowed(self, params: Any) -> Any:
+        return jax.tree.map(narrow, params, self.dtypes)
 
     def finish(self, state: IslandState, exchange: Exchange) -> IslandState:
         """The state after an exchange, with the moves that the island made meanwhile."""

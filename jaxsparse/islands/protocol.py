@@ -22,6 +22,7 @@ import math
 import re
 import secrets
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,12 +55,20 @@ class Rounds:
 
     Attributes:
         life: the word of this island's life, see `begin_life`. Later lives have greater words.
+        words: the number of words of a message, of each fragment.
         is_listed: whether the last list of a round's messages had this island's own.
         lacks: whom a quorum still needs after the grace, in words, or None.
     """
 
     def __init__(
-        self, store: Objects, name: str, *, settings: str, words: int, quorum: int, grace: float
+        self,
+        store: Objects,
+        name: str,
+        *,
+        settings: str,
+        words: Sequence[int],
+        quorum: int,
+        grace: float,
     ) -> None:
         self.store, self.name, self.life = store, name, ""
         self.settings, self.words = settings, words
@@ -72,6 +81,14 @@ class Rounds:
         self._decisions: dict[int, Decision] = {}  # the last ones that were read, by round
         self.is_listed = False
         self.lacks: str | None = None
+
+    def part(self, round: int) -> int:
+        """The fragment that a round exchanges.
+
+        Each cycle begins with another one. Else an island that is in time in each second round
+        would send half of an even number of fragments alone.
+        """
+        return (round + round // len(self.words)) % len(self.words)
 
     def begin_life(self) -> str:
         """Takes the next number among this island's lives, so that later lives are known as such.
@@ -190,7 +207,7 @@ class Rounds:
             max(sorted(digests), key=digests.__getitem__),
             self.name,
             max(waited, 0.0),
-            self.words,
+            self.words[self.part(round)],
         )
         self.store.create(decision_key(round), decision.to_bytes())
         stands = self.decided(round)  # whoever made it
@@ -314,7 +331,7 @@ class Rounds:
         member = CountedMessage(
             name, life, message.weight, message.late, message.loss, checksum(data)
         )
-        return Read(member, message.digest, words_of(body, self.words))
+        return Read(member, message.digest, words_of(body, self.words[self.part(round)]))
 
 
 def _is_power_of_four(n: int) -> bool:

@@ -92,6 +92,9 @@ class Islands:
             were in time in the last round. An island that dies costs the others this time, once.
             One that is slower by less makes all as slow.
         overlap: number of steps that are made beside an exchange, less than `every`.
+        fragments: number of parts that the parameters are cut into, by the rule of
+            `jaxsparse.outer.Streaming`. A round exchanges one of them, so that each is exchanged
+            once in `fragments * every` steps.
         snapshots: rounds from one snapshot to the next. The island whose turn it is writes it, in a
             thread, from a copy on the host.
         weighted: whether messages count by weights, which each call of a step gives, such as its
@@ -127,6 +130,7 @@ class Islands:
         quorum: int = 1,
         grace: float = 60.0,
         overlap: int = 0,
+        fragments: int = 1,
         snapshots: int = 10,
         weighted: bool = False,
         params: Select | None = None,
@@ -135,7 +139,8 @@ class Islands:
         patience: float = 600.0,
         alone: int = 0,
     ) -> None:
-        for label, count in (("every", every), ("quorum", quorum), ("snapshots", snapshots)):
+        counts = {"every": every, "quorum": quorum, "snapshots": snapshots, "fragments": fragments}
+        for label, count in counts.items():
             static_count(label, count)
         for label, count in (("overlap", overlap), ("alone", alone)):
             static_count(label, count, 0)
@@ -144,6 +149,11 @@ class Islands:
                 f"overlap={overlap} must be less than every={every}: an exchange must arrive "
                 "before the next one begins"
             )
+        if weighted and fragments > 1:
+            raise ValueError(
+                f"weighted=True and fragments={fragments}: a fragment moves in more steps than the "
+                "round that sends it has, so weights of rounds would be wrong: leave one out"
+            )
         for label, seconds in (("grace", grace), ("poll", poll), ("patience", patience)):
             if not static_float(label, seconds) >= 0:
                 raise ValueError(f"{label}={seconds} must be a number of seconds, at least 0")
@@ -151,15 +161,16 @@ class Islands:
             raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
         self._settings = {
             "name": name, "every": every, "quorum": quorum, "grace": grace, "overlap": overlap,
-            "snapshots": snapshots, "weighted": weighted, "poll": poll, "patience": patience,
-            "alone": alone,
+            "fragments": fragments, "snapshots": snapshots, "weighted": weighted, "poll": poll,
+            "patience": patience, "alone": alone,
         }  # fmt: skip
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
-        self._is_weighted = weighted
+        self._is_weighted, self._fragments = weighted, fragments
         self._patience, self._silence = patience, functools.partial(Silence, poll, patience)
-        self._prepared = {0}  # numbers of members for which programs are compiled
+        # Numbers of members, and fragments, for which programs are compiled.
+        self._prepared = {(0, part) for part in range(fragments)}
         self._member = Member(
-            Arithmetic(exchange, optimizer, params or params_of, weighted),
+            Arithmetic(exchange, optimizer, params or params_of, weighted, fragments),
             store,
             name,
             quorum=quorum,
@@ -296,7 +307,9 @@ class Islands:
             return max(0.0, began + patience - time.monotonic())
 
         state = self._finish(state, left())
-        if state.steps and self._running is None:
+        owed = set(range(self._fragments))  # without steps, all but the last one have moves
+        while owed and self._running is None and (state.steps or self._fragments > 1):
+            owed -= {self._member.rounds.part(state.round)}
             state = self._finish(self._begin(state), left())
         if patience is None and self._running is not None and lead(self._running.is_silent):
             state = self._finish(state)  # it has an end of its own, of `patience` seconds
@@ -349,10 +362,12 @@ class Islands:
         self._waiting += time.monotonic() - began
         if exchange is None:
             return state
+        part = self._member.rounds.part(state.round)
         # An interrupt on the way leaves all as it was, or a state that is refused.
         state = self._member.finish(state, exchange)
         self._round, self._running = state.round, None
-        self._prepare(exchange)
+        if not exchange.is_late:  # else its message is another fragment's
+            self._prepare(exchange, part)
         return state
 
     def _write(self, write: Callable[[], None]) -> None:
@@ -376,18 +391,19 @@ class Islands:
             )
         return True
 
-    def _prepare(self, exchange: Exchange) -> None:
+    def _prepare(self, exchange: Exchange, part: int) -> None:
         """Compiles for a member fewer than in the last round, beside training.
 
         Else the first round after the death of a member would wait for that, after `grace`.
         """
         members = len(self._member.reports[-1].members) if self._member.reports else 0
-        self._prepared.add(members)
-        if self._member.rounds.quorum <= (fewer := members - 1) and fewer not in self._prepared:
+        self._prepared.add((members, part))
+        fewer = members - 1, part
+        if self._member.rounds.quorum <= fewer[0] and fewer not in self._prepared:
             self._prepared.add(fewer)
             threading.Thread(
                 target=self._member.arithmetic.prepare,
-                args=(fewer, exchange.begun, exchange.shared),
+                args=(*fewer, exchange.begun, exchange.shared),
                 name="islands-compile",
             ).start()
 

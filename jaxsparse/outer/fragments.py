@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxsparse.arrays.layout import SCANNED, is_stack
 from jaxsparse.arrays.settings import static_float, static_int
@@ -104,6 +106,15 @@ class Streaming:
                 rows = np.flatnonzero(np.equal(own, fragment))
                 result[fragment][path] = _as_slice(rows) if len(rows) < len(own) else None
         return result
+
+    def places(self, params: Any, without: str | None = None) -> list[dict[int, Rows]]:
+        """The places of each fragment's leaves among those of a tree, and its rows of each.
+
+        Leaves whose key path contains `without` belong to none.
+        """
+        shapes = {keystr(path): jnp.shape(x) for path, x in tree_flatten_with_path(params)[0]}
+        of = {path: shape for path, shape in shapes.items() if not (without and without in path)}
+        return [{i: own[p] for i, p in enumerate(shapes) if p in own} for own in self.of(of)]
 
     def _stacks(self, leaves: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """The number of rows of each stacked leaf."""

@@ -276,16 +276,11 @@ class Worker(NamedTuple):
 
     def _fragment(self, params: Any, fragment: int) -> dict[int, Rows]:
         """The places of a fragment's leaves among those of the parameters, and its rows of each."""
-        leaves = {keystr(path): jnp.shape(x) for path, x in tree_flatten_with_path(params)[0]}
-        own = self.streaming.of({p: shape for p, shape in leaves.items() if _MAXIMA not in p})
-        return {i: own[fragment][p] for i, p in enumerate(leaves) if p in own[fragment]}
+        return self.streaming.places(params, without=_MAXIMA)[fragment]
 
     def part(self, params: Any, fragment: int) -> Any:
-        """The parameters with this fragment's rows alone; None stands for leaves of others."""
-        leaves, treedef = jax.tree.flatten(params)
-        own = self._fragment(params, fragment)
-        part = [taken(x, own[i]) if i in own else None for i, x in enumerate(leaves)]
-        return jax.tree.unflatten(treedef, part)
+        """The parameters of this fragment alone, see `part_of`."""
+        return part_of(params, self._fragment(params, fragment))
 
 
 def stepped(step: Step, worker: Any, *args: Any) -> tuple[Any, Any]:
@@ -364,6 +359,13 @@ def widened(x: Any) -> Array:
 def taken(x: Array, rows: Rows) -> Array:
     """Some rows of a leaf."""
     return x if rows is None else x[rows]
+
+
+def part_of(tree: Any, places: Mapping[int, Rows]) -> Any:
+    """A tree with the rows at some places alone; None stands for other leaves."""
+    leaves, treedef = jax.tree.flatten(tree)
+    part = [taken(x, places[i]) if i in places else None for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(treedef, part)
 
 
 def replaced(tree: Any, places: list[int], values: list[Array]) -> Any:
