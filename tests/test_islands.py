@@ -9,6 +9,7 @@ import math
 import signal
 import threading
 import time
+import types
 import warnings
 
 import jax
@@ -1046,10 +1047,11 @@ def test_a_slow_island_sends_all_fragments(slow):
     settings = {"every": 5, "grace": 1.0, "overlap": 2, "poll": 0.5}
     told = simulate(step, programs, state, batches, seconds=600.0, step_seconds=times, **settings)
     assert agree(told)
-    rows = np.asarray(told["amsterdam"].state.params["layers"])
-    # All weigh alike in a round, and a slow one is in fewer rounds.
-    assert 0.3 < rows.min() <= rows.max() < 1.3
-    np.testing.assert_allclose(rows[0::2].mean(), rows[1::2].mean(), atol=0.2)
+    rounds = [one.round for one in told["amsterdam"].rounds if "cork" in one.members]
+    part = functools.partial(protocol.Rounds.part, types.SimpleNamespace(words=(0, 0)))
+    counted = collections.Counter(map(part, rounds))
+    assert len(rounds) >= 600 / 5 / slow - 10
+    assert min(counted[0], counted[1]) > 0.4 * len(rounds)
 
 
 def joined_to(store, names, clock, programs, first):
