@@ -76,6 +76,26 @@ class Hoard(jaxsparse.systems.TopK):
         return sums._replace(total=jnp.zeros_like(x)), Kept(x, None, kept.state)
 
 
+def test_no_two_buffers_are_rounded_by_the_same_draws():
+    """In three buckets, whose residuals and momenta are all equal before they are rounded."""
+    tx = jaxsparse.error_feedback(
+        Hoard(),
+        accumulator_dtype="bfloat16",
+        momentum=0.5,
+        is_dense=lambda *_: False,
+        bucket_size=400,
+    )
+    grads = {"w": jnp.tile(jax.random.normal(jax.random.key(0), (400,)), (W, 3))}
+    _, state = stepped(tx, W)(grads, shard(tx.init({"w": jnp.zeros(1200)}), W))
+    kept = [
+        flat(tree)[..., i : i + 400]
+        for tree in (state.residual, state.momentum)
+        for i in (0, 400, 800)
+    ]
+    found = {np.asarray(worker).tobytes() for buffer in kept for worker in buffer.reshape(W, 400)}
+    assert len(found) == 6 * W
+
+
 def test_a_skipped_step_leaves_every_bit():
     tx = jaxsparse.top_k(0.05, momentum=0.9, accumulator_dtype=jnp.bfloat16)
     step = stepped(tx, W)

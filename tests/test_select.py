@@ -12,6 +12,7 @@ from workers import mesh, on_workers, rows, some
 
 from jaxsparse import select, sketch
 from jaxsparse.arrays.blocks import BlockStream
+from jaxsparse.select import compaction
 from jaxsparse.select.compaction import compact_ranked, compact_rows
 
 
@@ -366,6 +367,13 @@ OF_SEED = {
     ),
     "decode_blocks": lambda seed: sketch.decode_blocks(TABLE, SPEC, BLOCKS, seed=seed),
 }
+
+
+def test_blocks_end_where_they_do_beyond_2_to_the_24():
+    """Float32 holds no odd number there."""
+    counts = np.full(20_001, 1023, np.int32)
+    ends, _ = compaction._blocks_by_marks(jnp.asarray(counts), jnp.int32(0), capacity=4)
+    np.testing.assert_array_equal(ends, np.cumsum(counts))
 
 
 def takes(module, name):
