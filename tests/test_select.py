@@ -371,7 +371,7 @@ OF_SEED = {
 
 def test_blocks_end_where_they_do_beyond_2_to_the_24():
     """Float32 holds no odd number there."""
-    counts = np.random.default_rng(0).integers(900, 1025, 20_001, dtype=np.int32)
+    counts = np.random.default_rng(0).integers(900, 1025, 40_001, dtype=np.int32)
     ends, _ = compaction._blocks_by_marks(jnp.asarray(counts), jnp.int32(0), capacity=4)
     np.testing.assert_array_equal(ends, np.cumsum(counts))
 
