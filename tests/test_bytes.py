@@ -52,7 +52,7 @@ SKETCH = {"k": D // 100, "cols": 2**18, "oversampling": 1}
         ("dgc", {"density": 0.01}, 5.5, 16),
         ("top_k", {"density": 0.01}, 3.5, 1),
         ("chunked_top_k", {"k": 41}, 3.4, 1),
-        ("gtopk", {"density": 0.01}, 5.3, 1),
+        ("gtopk", {"density": 0.01}, 5.2, 16),
         ("ok_topk", {"density": 0.01}, 4.2, 1),
     ],
 )

@@ -15,7 +15,6 @@ from jaxsparse.comm.wire import Axes
 from jaxsparse.reducers.base import Info, Reduced, Reducer
 
 T = TypeVar("T")
-P = TypeVar("P", bound=Pieces | None)
 
 _MOST = 2**31 - 1  # the largest int32
 _PER_FLAG = 8  # number of elements that share a flag when a vector is checked
@@ -84,11 +83,7 @@ def exchange(
     """
     axes = settings.axes
     pending = None
-    gradients = [_flat_unless_few(own, r) for own, r in zip(gradients, plan.reducers)]
-    buckets = [
-        Bucket(_flat_unless_few(b.residual, r), _flat_unless_few(b.momentum, r), b.reducer)
-        for b, r in zip(before.buckets, plan.reducers)
-    ]
+    buckets = before.buckets
     if settings.is_delayed:
         dense_mean = _pending_mean(before.pending, dense, axes)
         means, after, infos = _exchange_each(None, buckets, jnp.bool_(True), plan, settings)
@@ -112,17 +107,6 @@ def exchange(
     )
     carried = Carried(after, dense_momentum, pending)
     return Exchanged(means, dense_mean, carried, total(infos, plan, axes), ok & dense_ok)
-
-
-def _flat_unless_few(pieces: P, reducer: Reducer) -> P:
-    """The pieces, flat unless the reducer leaves all but few entries as they are.
-
-    XLA writes a result over an operand of the same shape. So sums in accumulators' shapes take no
-    memory of their own if the reducer then changes few entries. A whole new residual is a flat
-    vector, so its sums are made flat, too, and it is written over them. (With several pieces the
-    residual is cut, and their shapes make no difference.)
-    """
-    return pieces if reducer.changes_few else jax.tree.map(lambda x: x.reshape(-1), pieces)
 
 
 def _exchange_each(

@@ -117,10 +117,6 @@ class Reducer(abc.ABC):
     buckets once the layout is known.
     """
 
-    # Whether residuals are given at few entries. The exchange then adds up in the leaves' shapes,
-    # to write residuals over the old ones. It is a hint, on which no result depends.
-    changes_few = False
-
     def __post_init__(self):
         check_fields(self)
         self.check()

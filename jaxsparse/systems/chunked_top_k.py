@@ -42,7 +42,6 @@ class ChunkedTopK(Gathered):
         [1022, 1023, 2046, 2047]
     """
 
-    changes_few = True
     k: int = 64
     chunk_size: Annotated[int, at_least(1)] = 4096
     _: dataclasses.KW_ONLY

@@ -86,7 +86,6 @@ class Dragonn(Gathered, SeededReducer):
         True
     """
 
-    changes_few = True
     density: Density = 0.001
     _: dataclasses.KW_ONLY
     extract: Extract = "slot_max"

@@ -62,11 +62,6 @@ class OkTopk(EntryReducer):
                 "share"
             )
 
-    @property
-    def changes_few(self) -> bool:  # type: ignore[override]
-        """Not where owners round sums, which changes residuals at any elements."""
-        return self.codec.is_exact and self.codec.is_local
-
     def init(self, size: int) -> OkTopkState:
         return OkTopkState(jnp.uint32(0), Agreed.start(size))
 

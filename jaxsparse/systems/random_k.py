@@ -72,7 +72,6 @@ class RandomK(SeededReducer):
         512.0
     """
 
-    changes_few = True
     density: Density
     _: dataclasses.KW_ONLY
     reducer: Reducer | None = None

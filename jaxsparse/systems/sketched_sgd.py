@@ -113,7 +113,6 @@ class SketchedSGD(SeededReducer):
         (2, 32)
     """
 
-    changes_few = True
     compression: float | None = None
     _: dataclasses.KW_ONLY
     k: int | None = None

@@ -32,8 +32,6 @@ class TopK(Gathered, EntryReducer):
         [2045.0, 2046.0, 2047.0]
     """
 
-    changes_few = True
-
     def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Kept]:

@@ -27,7 +27,6 @@ class TrueTopK(Reducer):
         k: number of coordinates of the whole tree that a step updates.
     """
 
-    changes_few = True
     k: Count
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
