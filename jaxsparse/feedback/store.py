@@ -284,6 +284,7 @@ def _is_marked(node: Any) -> bool:
 
 
 def _array(node: Any) -> Any:
+    """The array of a node, which may have a mark."""
     return node.jaxsparse_per_worker if isinstance(node, PerWorker) else node
 
 

@@ -150,7 +150,9 @@ class SystemOptions(LeafOptions):
     """The settings of a system, with the options that all share.
 
     Derived classes have the reducer as their other base, whose fields are then the settings. Or
-    they declare settings of their own, and `tree_reducer` makes the reducer from them.
+    they declare settings of their own, and `tree_reducer` makes the reducer from them. Each is a
+    class, even if it is empty, because editors and type checkers read its signature: types of
+    Python can't join those of a reducer and of the options in any other way.
     """
 
     def __post_init__(self):
