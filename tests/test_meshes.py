@@ -701,3 +701,7 @@ def test_a_state_of_another_tree_is_told_on_a_mesh(shape):
     grads = {"a": jnp.ones((shape[0], 64, 32))}
     with pytest.raises(ValueError, match=r"the state's momentum of 'b' is float32\[3\], but these"):
         jax.jit(tx.update)(grads, tx.init(large), small)
+    more = grads | {"b": jnp.ones((shape[0], 3))}
+    told = "'b' is nothing, but these" if len(shape) == 1 else r"a tree of fewer leaves \(1\)"
+    with pytest.raises(ValueError, match=told):
+        jax.jit(tx.update)(more, tx.init(small), large)

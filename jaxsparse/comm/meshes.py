@@ -125,7 +125,15 @@ class Placement:
         """The partition in which a leaf is exchanged: its own, cut further over other inner axes.
 
         Each of these axes cuts the largest dimension that it divides, if there is one.
+
+        Raises:
+            ValueError: the tree has more leaves than that for which this was made.
         """
+        if leaf >= len(self.own):
+            raise ValueError(
+                f"the state was made for a tree of fewer leaves ({len(self.own)}): pass the state "
+                "that init(params) made for the same tree"
+            )
         sizes = dict(self.inner)
         spec = self.own[leaf]
         parts = [names_of(part) for part in (*spec, *[None] * (len(shape) - len(spec)))]

@@ -139,13 +139,13 @@ class StateStore(NamedTuple):
             )
         )
 
-    def _described(self, plan: TreePlan) -> dict[str, dict[str, "_Leaf"]]:
+    def _described(self, plan: TreePlan) -> dict[str, dict[str, "_Accumulator"]]:
         """The accumulators by field and name."""
         layout, packed, of_mean = plan.layout, plan.compressed, _of_mean(plan)
         loose = {leaf for leaf, _, _ in layout.dense}
-        one = lambda leaf, dtype: _Leaf((1, *layout.shapes[leaf]), dtype, True)
-        mean = lambda leaf, dtype: _Leaf(layout.shapes[leaf], dtype, False)
-        momentum: dict[int, _Leaf] = {}
+        one = lambda leaf, dtype: _Accumulator((1, *layout.shapes[leaf]), dtype, True)
+        mean = lambda leaf, dtype: _Accumulator(layout.shapes[leaf], dtype, False)
+        momentum: dict[int, _Accumulator] = {}
         if self.has_momentum:
             momentum = {i: (mean if i in of_mean else one)(i, self.dtype) for i in packed}
             momentum |= {i: mean(i, jnp.float32) for i in loose}
@@ -256,7 +256,7 @@ class StateStore(NamedTuple):
         return carried._replace(buckets=buckets)
 
 
-class _Leaf(NamedTuple):
+class _Accumulator(NamedTuple):
     """An accumulator as a worker sees it."""
 
     shape: tuple[int, ...]
@@ -397,7 +397,7 @@ def _in_words(state: Any) -> str:
     return ", ".join(f"{keystr(path)} {_seen(x)}".strip() for path, x in found) or "nothing"
 
 
-def _check(state: ErrorFeedbackState, described: Mapping[str, Mapping[str, _Leaf]]) -> None:
+def _check(state: ErrorFeedbackState, described: Mapping[str, Mapping[str, _Accumulator]]) -> None:
     """Raises ValueError if the state was made for other gradients or settings."""
     for field, leaves in described.items():
         stored = getattr(state, field) or {}

@@ -94,8 +94,9 @@ class Streaming:
         if empty := sorted(set(range(self.fragments)) - set(found)):
             raise ValueError(
                 f"fragments={self.fragments}, but no leaf is left for fragment {empty[0]}: use "
-                "fewer, or give split= a function of a leaf's key path, or stacked= a pattern of "
-                f"leaves that hold layers along their first axis. The paths are {[*leaves]}"
+                "fewer, or give Streaming split= a function of a leaf's key path, or stacked= a "
+                "pattern of leaves that hold layers along their first axis (islands take neither). "
+                f"The paths are {[*leaves]}"
             )
         of_rows: dict[str, list[int]] = {path: [] for path in leaves}
         for (path, _), fragment in zip(units, found):
