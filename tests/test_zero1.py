@@ -145,6 +145,34 @@ def test_what_is_not_delivered_is_owed(workers):
         np.testing.assert_allclose((total + seen) / 2 + held, sum(means), atol=1e-5)
 
 
+NARROW = [(jnp.bfloat16, "int8", "sign"), (jnp.float16, "sign", "int4")]
+OTHERS = [("int4", "int4"), ("ternary", "int2"), ("float16", "float8_e5m2"), ("bfloat16", "e3m0")]
+NARROW += [(dtype, *names) for dtype in (jnp.bfloat16, jnp.float16) for names in OTHERS]
+
+
+@pytest.mark.parametrize(("dtype", "out", "back"), rows(NARROW[:2], NARROW[2:]))
+def test_what_narrow_leaves_round_is_owed_too(dtype, out, back):
+    """All that workers ever gave is in updates, residuals and what owners owe, to float32."""
+    workers, steps = 3, 6  # of them "odd" is shared by none, and all have the others
+    tx = jaxsparse.zero1(optax.scale(-1.0), out, back=back, workers=workers, group_size=GROUP)
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
+    state, update = tx.init(params), jax.jit(tx.update)
+    given = dict.fromkeys(SHAPES, 0.0)
+    arrived = dict.fromkeys(SHAPES, 0.0)
+    for step in range(steps):
+        # A small part of each gradient is below the digits of its means.
+        grads = jax.tree.map(lambda x: jnp.asarray(1 + x / 300, dtype), gradients(workers, step))
+        updates, state = update(grads, state, params)
+        for name in SHAPES:
+            assert updates[name].dtype == dtype
+            given[name] += np.asarray(grads[name], np.float64).mean(0)
+            arrived[name] -= np.asarray(updates[name], np.float64)
+    for name, residual in state.residual.items():
+        kept = np.asarray(residual.value, np.float64).mean(0)
+        total = arrived[name] - np.asarray(state.owed[name], np.float64) + kept
+        np.testing.assert_allclose(total, given[name], atol=3e-5)
+
+
 def test_it_sends_each_half_in_few_bits_and_nothing_else():
     at, workers = mesh(8), 8
     params = jax.device_put({"w": jnp.ones((64, 512))}, NamedSharding(at, P()))

@@ -215,15 +215,21 @@ def _send_out(
             total, rest = quantized_reduce_scatter(parts.to_rows(x), out, axis_name=parts.axis_name)
             # A sum beyond float32's range is clipped: the other workers do not know of it.
             mean = jnp.clip(total, -LARGEST, LARGEST) / parts.workers
-            means |= parts.of_owner(mean)
-            lost |= parts.from_rows(rest)
+            own = parts.of_owner(mean)
+            means |= {i: layouts.narrow(own[i], rows[i].dtype) for i in own}
+            # A worker's residual of its own part is free for what the mean's dtype has rounded.
+            rounding = layouts.join([own[i] - means[i].astype(jnp.float32) for i in own])
+            rank = wire.axis_index(parts.axis_name)
+            lost |= parts.from_rows(rest.at[rank].set(parts.workers * rounding))
         if parts.whole:
             shapes = [x[i].shape for i in parts.whole]
             vector = layouts.join([x[i] for i in parts.whole])
             done = Quantized(out, "nearest")(vector, (), axis_name=parts.axis_name)
-            means |= zip(parts.whole, layouts.cut(done.mean, shapes))
-            lost |= zip(parts.whole, layouts.cut(done.kept.residual, shapes))
-        means = {i: jnp.where(ok, means[i], 0).astype(rows[i].dtype) for i in rows}
+            found = layouts.cut((done.mean, done.kept.residual), shapes)
+            for i, mean, left in zip(parts.whole, *found):
+                means[i] = layouts.narrow(mean, rows[i].dtype)
+                lost[i] = left + (mean - means[i].astype(jnp.float32))
+        means = {i: jnp.where(ok, means[i].astype(rows[i].dtype), 0) for i in rows}
         return means, {i: jnp.where(ok, lost[i], x[i])[None] for i in residual}, ok
 
     treedef: Any
@@ -247,24 +253,30 @@ def _send_home(
 ) -> tuple[Any, dict[str, Array]]:
     """Updates, whole on all workers, and what their rounding leaves with the owners."""
 
+    def rounded(x: dict[int, Array]) -> dict[int, Array]:
+        """Updates in their dtypes. One that is not finite arrives so."""
+        own = lambda y, dtype: jnp.where(jnp.isfinite(y), layouts.narrow(y, dtype), y.astype(dtype))
+        return {i: own(y, leaves[i].dtype) for i, y in x.items()}
+
+    def left(x: Array, arrived: Array, before: Array) -> Array:
+        new = x - arrived.astype(jnp.float32)
+        return jnp.where(jnp.isfinite(new), new, before)  # or it would stay for ever
+
     def on_worker(given: dict[int, Array], before: dict[int, Array]) -> Any:
         x = {i: given[i].astype(jnp.float32) + before[i] for i in before}
         vector = layouts.join([*x.values()])
-        rows, lost = quantized_all_gather(vector, home, axis_name=parts.axis_name)
-        # An update that is not finite arrives so, and leaves nothing that would stay for ever.
-        owed = {
-            i: jnp.where(jnp.isfinite(new), new, before[i])
-            for i, new in parts.of_owner(lost).items()
-        }
-        return {i: y.astype(given[i].dtype) for i, y in parts.from_rows(rows).items()}, owed
+        rows, _ = quantized_all_gather(vector, home, axis_name=parts.axis_name)
+        arrived = rounded(parts.of_owner(rows[wire.axis_index(parts.axis_name)]))
+        owed = {i: left(x[i], y, before[i]) for i, y in arrived.items()}
+        return rounded(parts.from_rows(rows)), owed
 
     treedef: Any
     leaves, treedef = jax.tree.flatten(updates)
     owed = {i: state.owed[parts.names[i]] for i in parts.compressed}
     # An update that travels no more is whole. It may owe something of other numbers of workers.
-    wide = lambda i: leaves[i].astype(jnp.float32) + owed[i]
-    whole = {i: wide(i).astype(leaves[i].dtype) for i in parts.whole}
-    owed |= {i: jnp.zeros_like(owed[i]) for i in parts.whole}
+    wide = {i: leaves[i].astype(jnp.float32) + owed[i] for i in parts.whole}
+    whole = rounded(wide)
+    owed |= {i: left(wide[i], whole[i], owed[i]) for i in parts.whole}
     if parts.owned:
         of_owned = {i: parts.owner_spec(i) for i in parts.owned}
         given = {i: leaves[i] for i in parts.owned}, {i: owed[i] for i in parts.owned}
