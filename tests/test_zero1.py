@@ -220,6 +220,33 @@ def test_other_axes_are_cut_further(kind):
     assert updates["flat"].sharding.is_equivalent_to(params["flat"].sharding, 2)
 
 
+def test_diagnose_counts_and_leaves_without_elements_travel():
+    workers, params = 3, {name: PARAMS[name] for name in ("bias", "flat", "odd")}
+    params |= {"none": np.zeros((0, 6), np.float32), "no_rows": np.zeros((3, 0), np.float32)}
+    tx = jaxsparse.zero1(optax.sgd(RATE), "ternary", workers=workers, group_size=GROUP)
+    state = tx.init(params)
+    draw = gradients(workers)
+    grads = {
+        name: draw.get(name, np.zeros((workers, *x.shape), np.float32))
+        for name, x in params.items()
+    }
+    broken = grads | {"flat": grads["flat"] * np.float32(np.nan)}
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    _, state = jax.jit(tx.update)(broken, state, params)
+    chain = optax.chain(tx, optax.scale(2.0))
+    report = jaxsparse.diagnose((state, chain.init(params)[1]), updates)
+    rows = [np.float64(x.value).reshape(workers, -1) for x in state.residual.values()]
+    norm = np.sqrt(np.square(np.concatenate(rows, 1)).sum() / workers)
+    np.testing.assert_allclose(report.residual_norm, norm, rtol=1e-5)
+    moved = sum(np.count_nonzero(x) for x in updates.values())
+    assert 0 < moved < 5 + 24 * 50 + 35 * 49
+    assert (int(report.delivered), int(report.skipped), int(report.overflow)) == (moved, 1, 0)
+    assert float(report.delivered_share) == pytest.approx(moved / (5 + 24 * 50 + 35 * 49))
+    frozen = updates | {"odd": updates["odd"] * 0}
+    dropped = float(jaxsparse.diagnose(state, frozen).dropped_share)
+    assert dropped == pytest.approx(np.count_nonzero(updates["odd"]) / moved)
+
+
 def test_a_step_that_is_not_finite_is_a_mean_of_zero():
     tx = make(workers=2)
     _, state = run(tx, PARAMS, tx.init(PARAMS), 2, 1)

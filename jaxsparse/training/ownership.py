@@ -203,12 +203,13 @@ class Ownership:
         def divided(x: Array, spec: PartitionSpec) -> Array:
             if (i := axis(spec)) is None:
                 return x
-            return x.reshape(*x.shape[:i], self.workers, -1, *x.shape[i + 1 :])
+            own = x.shape[i] // self.workers  # no -1, which arrays without elements refuse
+            return x.reshape(*x.shape[:i], self.workers, own, *x.shape[i + 1 :])
 
         def joined(x: Array, spec: PartitionSpec) -> Array:
             if (i := axis(spec)) is None:
                 return x
-            return x.reshape(*x.shape[:i], -1, *x.shape[i + 2 :])
+            return x.reshape(*x.shape[:i], self.workers * x.shape[i + 1], *x.shape[i + 2 :])
 
         axes_of = lambda specs: jax.tree.map(axis, specs, is_leaf=is_spec)
         found = jax.vmap(

@@ -28,11 +28,12 @@ from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.exchange import exchange_dense, where_ok
+from jaxsparse.feedback.exchange import count_moved, exchange_dense, where_ok
 from jaxsparse.feedback.rows import read_rows
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
 from jaxsparse.quantize.quantizer import check_feedback
+from jaxsparse.reducers.base import Info, info
 from jaxsparse.systems.quantized import Quantized
 from jaxsparse.training.ownership import Ownership
 
@@ -47,6 +48,7 @@ class Zero1State(NamedTuple):
             rounding of its updates has left.
         optimizer: the optimizer's state.
         skipped: number of steps whose gradients were not finite on all workers.
+        info: how many coordinates the updates of the last step carried that was not skipped.
         placement: partitions over the mesh's other axes.
     """
 
@@ -54,6 +56,7 @@ class Zero1State(NamedTuple):
     owed: dict[str, Array]
     optimizer: Any
     skipped: Int[Array, ""]
+    info: Info
     placement: Any
 
 
@@ -109,8 +112,8 @@ def zero1(
     Returns:
         A transformation of gradients with a row for each worker. Its updates are whole, and equal
         on all workers, in the optimizer's dtypes. `init` places the state if it sees parameters on
-        the mesh, or inside of `jax.jit` if `mesh` or `jax.set_mesh` tells it. The state counts
-        skipped steps; `jaxsparse.diagnose` does not read it.
+        the mesh, or inside of `jax.jit` if `mesh` or `jax.set_mesh` tells it. `jaxsparse.diagnose`
+        reads it. What updates owe is `optax.tree.norm(state.owed)`.
 
     Raises:
         ValueError: settings are out of range. From `init` and `update`: no mesh is known, or the
@@ -138,7 +141,8 @@ def zero1(
         bare, in_variables = marks.without_variables(params), marks.has_variables(params)
         if marks.is_stand_in(params):
             start = inside.init(bare)
-            return Zero1State(jnp.int32(0), jnp.int32(0), start, jnp.int32(0), ())
+            zero = jnp.int32(0)
+            return Zero1State(zero, zero, start, zero, info(0), ())
         _refuse_bound(axis_name)
         at = meshes.place_rows(params, axis_name, mesh, workers, specs)
         count, found, placement = at.workers, at.mesh, at.placement
@@ -155,6 +159,7 @@ def zero1(
             },
             optimizer=parts.started(inside.init, bare, found, in_variables),
             skipped=zeros((), PartitionSpec(), jnp.int32),
+            info=jax.tree.map(lambda _: zeros((), PartitionSpec(), jnp.int32), info(0)),
             placement=placement.named if placement else (),
         )
 
@@ -187,6 +192,7 @@ def zero1(
             owed=owed,
             optimizer=parts.placed(optimizer_state, found),
             skipped=state.skipped + jnp.where(ok, jnp.int32(0), jnp.int32(1)),
+            info=where_ok(ok, info(count_moved(jax.tree.leaves(delivered))), state.info),
             placement=state.placement,
         )
         return delivered, kept
