@@ -220,6 +220,38 @@ def test_other_axes_are_cut_further(kind):
     assert updates["flat"].sharding.is_equivalent_to(params["flat"].sharding, 2)
 
 
+MIXING = optax.chain(
+    optax.adaptive_grad_clip(0.1), optax.contrib.muon(0.1), optax.contrib.reduce_on_plateau()
+)
+
+
+@pytest.mark.parametrize("sizes", some([(4,), (4, 2)], [(4, 2)]), ids=str)
+@jax.numpy_dtype_promotion("standard")
+def test_optimizers_that_mix_elements_on_explicit_axes(sizes):
+    """Muon's products and the norms of a clip by units, beside an argument that is an array."""
+    at = mesh(sizes, AxisType.Explicit)
+    specs = {"flat": P("fsdp") if sizes[1:] else P(), "bias": P(), "odd": P(), "tall": P()}
+    params = {name: jax.device_put(x, NamedSharding(at, specs[name])) for name, x in PARAMS.items()}
+    put = lambda name, x: jax.device_put(x, NamedSharding(at, P("data", *specs[name])))
+    grads = {name: put(name, x) for name, x in gradients(4).items()}
+    tx = jaxsparse.zero1(MIXING, "float16")
+    value = jax.device_put(jnp.float32(1), NamedSharding(at, P()))
+    wanted, _ = jax.jit(MIXING.update)(
+        jax.tree.map(lambda x: x.mean(0), gradients(4)),
+        MIXING.init(PARAMS),
+        PARAMS,
+        value=value[()],
+    )
+    state = tx.init(params)
+    found, after = jax.jit(tx.update)(grads, state, params, value=value)
+    for name, x in wanted.items():
+        x = np.asarray(x)
+        np.testing.assert_allclose(found[name], x, atol=4e-3 * np.abs(x).max())
+    same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert all(jax.tree.leaves(jax.tree.map(same, after, state)))
+    assert any("data" in str(x.sharding.spec) for x in jax.tree.leaves(after.optimizer))
+
+
 def test_diagnose_counts_and_leaves_without_elements_travel():
     workers, params = 3, {name: PARAMS[name] for name in ("bias", "flat", "odd")}
     params |= {"none": np.zeros((0, 6), np.float32), "no_rows": np.zeros((3, 0), np.float32)}

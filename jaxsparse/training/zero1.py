@@ -86,7 +86,7 @@ def zero1(
     gradients, and as many of updates: those of `quantized`. It keeps a float32 residual of all
     compressed leaves, as there. The optimizer sees ordinary arrays in the parameters' shapes, cut
     over the workers, so masks, weight decay, norms and clips are those of Optax. It should be
-    elementwise, but for norms. For others XLA gathers what they need; on Explicit axes they fail.
+    elementwise, but for norms. For others, such as Muon, XLA gathers what they need.
 
     Updates are rounded behind the optimizer, and what is lost comes with the next ones. So what
     bounds parameters, such as `optax.keep_params_nonnegative`, stands behind `zero1` in a chain,
@@ -184,7 +184,7 @@ def zero1(
         with jax.disable_jit(False), jax.named_scope(meshes.SCOPE):
             means, residual, ok = _send_out(parts, out, found, updates, state)
         own = parts.placed(params, found)
-        made, optimizer_state = inside.update(means, state.optimizer, own, **extra_args)
+        made, optimizer_state = _optimized(inside, means, state.optimizer, own, extra_args)
         with jax.disable_jit(False), jax.named_scope(meshes.SCOPE):
             delivered, owed = _send_home(parts, home, found, made, state)
         kept = Zero1State(
@@ -252,6 +252,27 @@ def _send_out(
     )
     named = {parts.names[i]: PerWorker(x) for i, x in residual.items()}
     return treedef.unflatten([means[i] for i in rows]), named, ok
+
+
+def _optimized(
+    optimizer: optax.GradientTransformationExtraArgs,
+    means: Any,
+    state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any]:
+    """The optimizer's updates and its next state.
+
+    Explicit axes refuse products of what owners have, such as Muon's. For XLA they are nothing new.
+    """
+    leaves, treedef = jax.tree.flatten(extra_args)
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+
+    def update(before: tuple[Any, Any], params: Any, arrays: dict[int, Array]) -> tuple[Any, Any]:
+        extra = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        return optimizer.update(*before, params, **extra)
+
+    return meshes.untyped(update, (means, state), params, arrays)
 
 
 def _send_home(
