@@ -149,9 +149,9 @@ class Ownership:
     ) -> Any:
         """The optimizer's first state."""
         is_placed = lambda x: isinstance(getattr(x, "sharding", None), NamedSharding)
-        on_mesh = lambda x: not isinstance(x, Tracer) and is_placed(x)
+        on_mesh = lambda x: not isinstance(x, Tracer) and is_placed(x) and not meshes.kind_of(x)
         if isinstance(mesh, Mesh) and all(map(on_mesh, jax.tree.leaves(params))):
-            # No device ever holds all of it.
+            # No device ever holds all of it. (Of another memory, Optax makes moments there.)
             shapes = jax.eval_shape(init, params)
             put = lambda path, x: NamedSharding(mesh, spec_like(path, x, self._specs))
             init = jax.jit(init, out_shardings=tree_map_with_path(put, shapes))
@@ -171,7 +171,8 @@ class Ownership:
 
         def put(path: KeyPath, x: Any) -> Any:
             spec = spec_like(path, x, specs)
-            x = meshes.constrain(x, NamedSharding(mesh, spec))
+            kind = meshes.kind_of(x)
+            x = meshes.constrain(x, NamedSharding(mesh, spec, memory_kind=kind))
             return marks.in_variable(x, spec) if in_variables else x
 
         return tree_map_with_path(put, state)
