@@ -98,7 +98,8 @@ def zero1(
 
     Args:
         optimizer: what updates parameters from mean gradients, with its learning rate.
-        format: number format of the gradients, as in `jaxsparse.quantized`.
+        format: number format of the gradients, as in `jaxsparse.quantized`. "sign" and "int2" have
+            no zero, so they move elements without gradients.
         back: that of the updates. None: the same.
         group_size: number of consecutive values that share a scale.
         scale: format of the scales.
