@@ -117,6 +117,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
                 )
         return partition(name, x, mesh, axis_name, marked, may_be_owned)
 
+    treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     arrays, marks = [x for _, x in leaves], [is_marked(path) for path, _ in leaves]
     before = [current(path, x) for path, x in leaves]
@@ -134,7 +135,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
         here, there = ([NamedSharding(mesh, specs[i]) for i in group] for specs in (before, after))
         spread_all = lambda group_of: [spread(x, marks[i]) for i, x in zip(group, group_of)]
         # JAX moves no copies to both fewer devices and another memory at once.
-        first = [sharding.with_memory_kind(kinds[i]) for i, sharding in zip(group, here)]
+        first = [NamedSharding(mesh, before[i], memory_kind=kinds[i]) for i in group]
         given = jax.device_put(jax.device_put([arrays[i] for i in group], first), here)
         found.update(zip(group, jax.jit(spread_all, out_shardings=there)(given)))
 

@@ -266,6 +266,7 @@ def _optimized(
 
     Explicit axes refuse products of what owners have, such as Muon's. For XLA they are nothing new.
     """
+    treedef: Any
     leaves, treedef = jax.tree.flatten(extra_args)
     arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
 
