@@ -37,12 +37,12 @@ from jaxsparse.training.check import check
 from jaxsparse.training.checksums import verified, with_checksums
 from jaxsparse.training.diagnostics import diagnose
 from jaxsparse.training.gradients import grad, value_and_grad
+from jaxsparse.training.means import mean_of
 from jaxsparse.training.per_worker import per_worker
 from jaxsparse.training.replicas import check_replicas
 from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
 from jaxsparse.training.watching import watch
-from jaxsparse.training.weighted import mean_of, weighted
 from jaxsparse.training.zero1 import zero1
 
 __version__ = "0.3.0"
@@ -71,7 +71,6 @@ __all__ = [
     "verified",
     "warm_up",
     "watch",
-    "weighted",
     "wire_bytes",
     "with_checksums",
     "zero1",

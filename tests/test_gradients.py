@@ -147,27 +147,6 @@ def test_the_number_of_a_worker_and_rows_of_all_that_returns():
         assert rest["scale"].tolist() == [2.0] * 4
 
 
-def test_a_mean_over_tokens_is_that_of_the_whole_batch():
-    mask = (np.arange(24) % 7 < np.arange(24) // 6).astype(np.float32)
-
-    def whole(params, batch):
-        x, _, mask = batch
-        each = jnp.sum(jnp.square(x @ params["w"]), axis=1) * mask
-        return each.sum() / mask.sum()
-
-    def own(params, batch):
-        x, _, mask = batch
-        each = jnp.sum(jnp.square(x @ params["w"]), axis=1) * mask
-        return jaxsparse.mean_of(each.sum(), mask.sum())
-
-    params, batch = problem()
-    batch = (*batch, mask)
-    wanted, gradient = jax.jit(jax.value_and_grad(whole))(params, batch)
-    found, grads = jax.jit(jaxsparse.value_and_grad(own, workers=4))(params, batch)
-    np.testing.assert_allclose(found.mean(), wanted, rtol=1e-6)
-    np.testing.assert_allclose(grads["w"].mean(0), gradient["w"], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("convolves", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=str)
 def test_models_keep_their_constraints_and_convolutions(shape, convolves):

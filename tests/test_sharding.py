@@ -123,6 +123,56 @@ def test_a_state_that_each_device_holds_whole_is_warned_of(kind):
             jax.jit(run_on_workers(step, where))(copied, x)
 
 
+@pytest.mark.parametrize("sizes", [4, (4, 2)], ids=str)
+def test_what_lies_in_host_memory_stays_there(sizes):
+    """Residuals, moments and a key, wherever JAX's own functions put them."""
+    at, kind = mesh(sizes), "pinned_host"
+    spec = P("fsdp") if isinstance(sizes, tuple) else P()
+    put = lambda x, spec, on=at: jax.device_put(x, NamedSharding(on, spec, memory_kind=kind))
+    params = {"w": put(np.arange(3200, dtype=np.float32).reshape(80, 40), spec), "b": jnp.ones(3)}
+    kinds = lambda tree: [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
+    # New residuals lie on devices, and moments with their parameters, as Optax's own.
+    adam = optax.adam(0.1)
+    usual = kinds(adam.init(params))
+    assert set(usual) == {kind, "device"}
+    own = jaxsparse.per_worker(adam)
+    state = optax.chain(jaxsparse.quantized("int4"), own).init(params)
+    assert set(kinds(state[0])) == {"device"}
+    assert kinds(state[1]) == usual
+    assert kinds(jaxsparse.zero1(adam).init(params).optimizer) == usual
+    # A trainer may move all of it.
+    moved = {
+        "state": jax.tree.map(lambda x: put(x + 1, x.sharding.spec), state),
+        "one": PerWorker(put(np.float32([[5, 6]]), P())),
+        "key": put(jax.random.key(3), P()),
+        "here": jnp.arange(4),
+    }
+    for there in (shard(moved, at), jaxsparse.reshard(shard(moved, at), at, like=shard(moved, at))):
+        assert kinds(there) == kinds(moved)
+        wanted = moved | {"one": PerWorker(jnp.tile(moved["one"].value, (4, 1)))}
+        for x, y in zip(jax.tree.leaves(there), jax.tree.leaves(wanted)):
+            if x.dtype != moved["key"].dtype:
+                np.testing.assert_array_equal(x, y)
+                pointer = lambda x: x.addressable_data(0).unsafe_buffer_pointer()
+                assert pointer(x) != pointer(y)
+    assert there["one"].value.sharding.spec[0] == "data"
+    assert (
+        there["state"][0]
+        .residual["w"]
+        .value.sharding.is_equivalent_to(
+            state[0].residual["w"].value.sharding.with_memory_kind(kind), 3
+        )
+    )
+    # Onto other devices.
+    fewer = mesh((2, *sizes[1:]) if isinstance(sizes, tuple) else 2)
+    like = shard({"a": PerWorker(jnp.ones((2, 4))), "b": jnp.zeros(3)}, fewer)
+    like = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(kind)), like)
+    rows = {"a": PerWorker(np.float32([[1] * 4, [3] * 4])), "b": jnp.ones(3)}
+    there = jaxsparse.reshard(rows, fewer, like=like)
+    assert kinds(there) == kinds(shard(put(np.ones(3), P()), fewer)) * 2 == [kind, kind]
+    np.testing.assert_array_equal(there["a"].value, rows["a"].value)
+
+
 def test_shard_copies():
     tree = shard({"b": jnp.arange(3.0)}, mesh(1))
     given = {"b": jnp.arange(3.0)}

@@ -145,6 +145,34 @@ def test_what_is_not_delivered_is_owed(workers):
         np.testing.assert_allclose((total + seen) / 2 + held, sum(means), atol=1e-5)
 
 
+NARROW = [(jnp.bfloat16, "int8", "sign"), (jnp.float16, "sign", "int4")]
+OTHERS = [("int4", "int4"), ("ternary", "int2"), ("float16", "float8_e5m2"), ("bfloat16", "e3m0")]
+NARROW += [(dtype, *names) for dtype in (jnp.bfloat16, jnp.float16) for names in OTHERS]
+
+
+@pytest.mark.parametrize(("dtype", "out", "back"), rows(NARROW[:2], NARROW[2:]))
+def test_what_narrow_leaves_round_is_owed_too(dtype, out, back):
+    """All that workers ever gave is in updates, residuals and what owners owe, to float32."""
+    workers, steps = 3, 6  # of them "odd" is shared by none, and all have the others
+    tx = jaxsparse.zero1(optax.scale(-1.0), out, back=back, workers=workers, group_size=GROUP)
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
+    state, update = tx.init(params), jax.jit(tx.update)
+    given = dict.fromkeys(SHAPES, 0.0)
+    arrived = dict.fromkeys(SHAPES, 0.0)
+    for step in range(steps):
+        # A small part of each gradient is below the digits of its means.
+        grads = jax.tree.map(lambda x: jnp.asarray(1 + x / 300, dtype), gradients(workers, step))
+        updates, state = update(grads, state, params)
+        for name in SHAPES:
+            assert updates[name].dtype == dtype
+            given[name] += np.asarray(grads[name], np.float64).mean(0)
+            arrived[name] -= np.asarray(updates[name], np.float64)
+    for name, residual in state.residual.items():
+        kept = np.asarray(residual.value, np.float64).mean(0)
+        total = arrived[name] - np.asarray(state.owed[name], np.float64) + kept
+        np.testing.assert_allclose(total, given[name], atol=3e-5)
+
+
 def test_it_sends_each_half_in_few_bits_and_nothing_else():
     at, workers = mesh(8), 8
     params = jax.device_put({"w": jnp.ones((64, 512))}, NamedSharding(at, P()))
@@ -190,6 +218,65 @@ def test_other_axes_are_cut_further(kind):
     assert "data" in str(state.owed["flat"].sharding.spec)
     assert "fsdp" in str(state.owed["flat"].sharding.spec)
     assert updates["flat"].sharding.is_equivalent_to(params["flat"].sharding, 2)
+
+
+MIXING = optax.chain(
+    optax.adaptive_grad_clip(0.1), optax.contrib.muon(0.1), optax.contrib.reduce_on_plateau()
+)
+
+
+@pytest.mark.parametrize("sizes", some([(4,), (4, 2)], [(4, 2)]), ids=str)
+@jax.numpy_dtype_promotion("standard")
+def test_optimizers_that_mix_elements_on_explicit_axes(sizes):
+    """Muon's products and the norms of a clip by units, beside an argument that is an array."""
+    at = mesh(sizes, AxisType.Explicit)
+    specs = {"flat": P("fsdp") if sizes[1:] else P(), "bias": P(), "odd": P(), "tall": P()}
+    params = {name: jax.device_put(x, NamedSharding(at, specs[name])) for name, x in PARAMS.items()}
+    put = lambda name, x: jax.device_put(x, NamedSharding(at, P("data", *specs[name])))
+    grads = {name: put(name, x) for name, x in gradients(4).items()}
+    tx = jaxsparse.zero1(MIXING, "float16")
+    value = jax.device_put(jnp.float32(1), NamedSharding(at, P()))
+    wanted, _ = jax.jit(MIXING.update)(
+        jax.tree.map(lambda x: x.mean(0), gradients(4)),
+        MIXING.init(PARAMS),
+        PARAMS,
+        value=value[()],
+    )
+    state = tx.init(params)
+    found, after = jax.jit(tx.update)(grads, state, params, value=value)
+    for name, x in wanted.items():
+        x = np.asarray(x)
+        np.testing.assert_allclose(found[name], x, atol=4e-3 * np.abs(x).max())
+    same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert all(jax.tree.leaves(jax.tree.map(same, after, state)))
+    assert any("data" in str(x.sharding.spec) for x in jax.tree.leaves(after.optimizer))
+
+
+def test_diagnose_counts_and_leaves_without_elements_travel():
+    workers, params = 3, {name: PARAMS[name] for name in ("bias", "flat", "odd")}
+    params |= {"none": np.zeros((0, 6), np.float32), "no_rows": np.zeros((3, 0), np.float32)}
+    tx = jaxsparse.zero1(optax.sgd(RATE), "ternary", workers=workers, group_size=GROUP)
+    state = tx.init(params)
+    draw = gradients(workers)
+    grads = {
+        name: draw.get(name, np.zeros((workers, *x.shape), np.float32))
+        for name, x in params.items()
+    }
+    broken = grads | {"flat": grads["flat"] * np.float32(np.nan)}
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    _, state = jax.jit(tx.update)(broken, state, params)
+    chain = optax.chain(tx, optax.scale(2.0))
+    report = jaxsparse.diagnose((state, chain.init(params)[1]), updates)
+    rows = [np.float64(x.value).reshape(workers, -1) for x in state.residual.values()]
+    norm = np.sqrt(np.square(np.concatenate(rows, 1)).sum() / workers)
+    np.testing.assert_allclose(report.residual_norm, norm, rtol=1e-5)
+    moved = sum(np.count_nonzero(x) for x in updates.values())
+    assert 0 < moved < 5 + 24 * 50 + 35 * 49
+    assert (int(report.delivered), int(report.skipped), int(report.overflow)) == (moved, 1, 0)
+    assert float(report.delivered_share) == pytest.approx(moved / (5 + 24 * 50 + 35 * 49))
+    frozen = updates | {"odd": updates["odd"] * 0}
+    dropped = float(jaxsparse.diagnose(state, frozen).dropped_share)
+    assert dropped == pytest.approx(np.count_nonzero(updates["odd"]) / moved)
 
 
 def test_a_step_that_is_not_finite_is_a_mean_of_zero():

@@ -101,13 +101,14 @@ if VARIANT == "updates":
     optimizers.get_optimizer = lambda *a, mesh: optax.chain(own_of(mesh, *a), sent(mesh, a[2]))
 
 if VARIANT == "tokens":
-    loss_of = train.loss_fn
+    averaged = means
 
-    def weighted(*a, is_train):
-        loss, aux = loss_of(*a, is_train=is_train)
-        return jaxsparse.weighted(loss, aux["total_weights"]) if is_train else loss, aux
+    def means(value, grads):
+        tokens = value[1]["total_weights"]
+        sums = lambda x: jax.vmap(jnp.multiply)(x, tokens)  # MaxText divides by a worker's own
+        loss, grads = jaxsparse.mean_of(jax.tree.map(sums, (value[0], grads)), tokens)
+        return averaged((loss, value[1]), grads)
 
-    train.loss_fn = weighted
 
 if VARIANT == "dropout":
     fold = lambda key: jax.random.fold_in(key, jax.lax.axis_index("data"))

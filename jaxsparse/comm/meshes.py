@@ -464,6 +464,15 @@ def untyped(f: Callable[..., Any], tree: Any, *others: Any) -> Any:
         return jax.sharding.auto_axes(f, axes=explicit, out_sharding=specs)(tree, *others)
 
 
+def kind_of(x: Any) -> str | None:
+    """The memory that holds an array, such as "pinned_host". None: its devices' own, or unknown."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        return None
+    usual = next(iter(sharding.device_set)).default_memory().kind
+    return None if sharding.memory_kind == usual else sharding.memory_kind
+
+
 def constrain(x: Any, sharding: NamedSharding) -> Any:
     """`x` with this sharding."""
     mesh = sharding.mesh

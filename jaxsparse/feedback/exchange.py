@@ -394,6 +394,12 @@ def saturating_sum(counts: Int[Array, "n *k"], axes: tuple[str, ...] = ()) -> In
     return jnp.where(upper > _MOST >> 16, jnp.int32(_MOST), (upper << 16) | (lower & 0xFFFF))
 
 
+def count_moved(arrays: Sequence[Array]) -> Int[Array, ""]:
+    """The number of elements that are not 0; 2**31 - 1 if it is larger."""
+    counts = (jnp.count_nonzero(x).astype(jnp.int32) for x in arrays)
+    return saturating_sum(jnp.stack([jnp.int32(0), *counts]))
+
+
 def total(infos: Sequence[Info], plan: TreePlan, axes: Axes) -> Info:
     """Counts over buckets and a worker's devices, with uncompressed elements, without padding."""
     delivered, overflow = [jnp.int32(0)], [jnp.int32(0)]

@@ -97,8 +97,8 @@ class Format:
             to 64 (the "FP4" of Streaming DiLoCo, arXiv 2501.18512; its scale is not published, this
             one is ours). "bfloat16" has the range of float32 and no scales. "int2" is a sign and
             one of two scales, "ternary" a scale, 0 or minus the scale in 1.6 bits, "sign"
-            (EF-signSGD, Karimireddy et al., ICML 2019, section 4) plus or minus a scale. For "sign"
-            and "int2", zero counts as positive.
+            (EF-signSGD, Karimireddy et al., ICML 2019, section 4) plus or minus a scale. "sign" and
+            "int2" have no zero: it counts as positive, and arrives as a number.
         group_size: number of consecutive values that share a scale, B. The last group may have
             fewer.
         scale: format of the scales on the wire: "bfloat16", "float32", or "e8m0" for powers of two

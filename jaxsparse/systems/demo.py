@@ -68,7 +68,8 @@ class DeMo(Gathered, MatrixReducer):
 
     The published code adds g to M times the learning rate. At a constant rate, the sign hides this
     factor. Under a schedule, old gradients would keep their old rates. All elements of a tile move
-    by the learning rate if any coefficient of it arrives.
+    by the learning rate if any coefficient of it arrives, also those without gradients, such as the
+    rows of tokens that never come.
 
     A worker receives W - 1 messages of 12 + `value_bits` bits an entry of tiles of 64 x 64. On a
     mesh with inner axes each device transforms its own shards.

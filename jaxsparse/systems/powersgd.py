@@ -83,6 +83,10 @@ class PowerSGD(MatrixReducer, SeededReducer):
     send more, because factors of the uncut side are not divided. A shard that is too small by
     `min_compression_rate` travels whole.
 
+    Factors are no exact zeros. Those of the first steps are drawn, so that elements without
+    gradients move, such as the rows of tokens that never come, until the residual has taken it
+    back. Later they move by roundings, which an Adam behind the exchange makes steps of.
+
     No momentum is masked. The paper's momentum is that of the mean instead: chain
     `optax.trace(0.9)`, or an optimizer with momentum, behind it.
 

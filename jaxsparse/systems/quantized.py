@@ -131,7 +131,9 @@ class _QuantizedSettings(SystemOptions):
     Args:
         format: number format: "int8", "int4", "int2" (a sign and one of two magnitudes), "ternary"
             (one magnitude or 0, in 1.6 bits), "sign", "e3m0" (a power of two in 4 bits),
-            "float8_e4m3fn", "float8_e5m2", "bfloat16" or "float16". See `quantize.Format`.
+            "float8_e4m3fn", "float8_e5m2", "bfloat16" or "float16". See `quantize.Format`. "int2"
+            and "sign" have no zero, so they move elements without gradients, such as the rows of
+            tokens that never come.
         group_size: number of consecutive values that share a scale, as a rule 32 to 1024.
         scale: format of the scales: "bfloat16", "e8m0" (powers of two, 8 bits) or "float32".
         gather: whether each worker sends its whole vector to all, quantised once, so that it
@@ -216,7 +218,8 @@ class _SignSGD(SystemOptions):
     Each value becomes plus or minus the mean magnitude of its group, and so does each sum on its
     way back, as in dist-EF-blockSGD (Zheng et al., NeurIPS 2019). A worker receives 2 (W - 1)/W (1
     / 32 + 1 / group_size) d words a step: a 31st of a dense all-reduce's. It is `quantized("sign",
-    group_size=1024, scale="float32")` by another name.
+    group_size=1024, scale="float32")` by another name. A sign is never 0, so elements without
+    gradients move, too, such as the rows of tokens that never come.
 
     No momentum is masked, because everything is sent at each step. 1-bit Adam (Tang et al., ICML
     2021), which divides signs of momenta by a second moment that is frozen after a warm-up, is not

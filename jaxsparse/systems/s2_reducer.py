@@ -54,8 +54,9 @@ class S2(BlockReducer, SeededReducer):
     sends at least 1 / sketch_ratio times as much. The price is noise. The mean is the sketch's
     estimate in the union's blocks and exactly 0 elsewhere. The estimates are unbiased, but the
     energy of their error is 1 / sketch_ratio times the energy of the sum with one row (2 at 0.5),
-    and 2.5 and 2.7 times with 3 and 5 rows. Hashes are fresh at each step, so the noise averages
-    out over steps, better at a lower learning rate. Error feedback does not correct it: the
+    and 2.5 and 2.7 times with 3 and 5 rows. It moves elements without gradients, too, if others of
+    their blocks have some. Hashes are fresh at each step, so the noise averages out over steps,
+    better at a lower learning rate. Error feedback does not correct it: the
     residual keeps blocks that were not selected or had no room, never the sketch's error.
 
     If the table would be no smaller than the blocks that there is room for, these are summed

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxsparse.arrays.magnitude import norms
 from jaxsparse.comm import wire
-from jaxsparse.feedback.exchange import saturating_sum
+from jaxsparse.feedback.exchange import count_moved, saturating_sum
 from jaxsparse.feedback.store import states_in
 from jaxsparse.processes.group import group_with
+from jaxsparse.training.zero1 import Zero1State
 
 
 class Diagnostics(NamedTuple):
@@ -55,7 +56,9 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
         ValueError: `state` contains no state of a jaxsparse transformation.
         RuntimeError: another process did not call it.
     """
-    found = states_in(state)
+    is_owned = lambda node: isinstance(node, Zero1State)
+    owned = filter(is_owned, jax.tree.leaves(state, is_leaf=is_owned))
+    found = [*states_in(state), *owned]
     if not found:
         raise ValueError(
             f"state, of type {type(state).__name__}, holds no state of a jaxsparse transformation: "
@@ -88,10 +91,7 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
 
 def _dropped(updates: list[Any], delivered: Int[Array, ""]) -> Float[Array, ""]:
     """The share of delivered coordinates that are too many for those of the updates that move."""
-    moved = saturating_sum(
-        jnp.stack([jnp.int32(0), *(jnp.count_nonzero(x).astype(jnp.int32) for x in updates)])
-    )
-    lost = jnp.maximum(delivered - moved, 0).astype(jnp.float32)
+    lost = jnp.maximum(delivered - count_moved(updates), 0).astype(jnp.float32)
     return lost / jnp.maximum(delivered, 1).astype(jnp.float32)
 
 

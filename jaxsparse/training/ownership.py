@@ -149,9 +149,9 @@ class Ownership:
     ) -> Any:
         """The optimizer's first state."""
         is_placed = lambda x: isinstance(getattr(x, "sharding", None), NamedSharding)
-        on_mesh = lambda x: not isinstance(x, Tracer) and is_placed(x)
+        on_mesh = lambda x: not isinstance(x, Tracer) and is_placed(x) and not meshes.kind_of(x)
         if isinstance(mesh, Mesh) and all(map(on_mesh, jax.tree.leaves(params))):
-            # No device ever holds all of it.
+            # No device ever holds all of it. (Of another memory, Optax makes moments there.)
             shapes = jax.eval_shape(init, params)
             put = lambda path, x: NamedSharding(mesh, spec_like(path, x, self._specs))
             init = jax.jit(init, out_shardings=tree_map_with_path(put, shapes))
@@ -171,7 +171,8 @@ class Ownership:
 
         def put(path: KeyPath, x: Any) -> Any:
             spec = spec_like(path, x, specs)
-            x = meshes.constrain(x, NamedSharding(mesh, spec))
+            kind = meshes.kind_of(x)
+            x = meshes.constrain(x, NamedSharding(mesh, spec, memory_kind=kind))
             return marks.in_variable(x, spec) if in_variables else x
 
         return tree_map_with_path(put, state)
@@ -203,12 +204,13 @@ class Ownership:
         def divided(x: Array, spec: PartitionSpec) -> Array:
             if (i := axis(spec)) is None:
                 return x
-            return x.reshape(*x.shape[:i], self.workers, -1, *x.shape[i + 1 :])
+            own = x.shape[i] // self.workers  # no -1, which arrays without elements refuse
+            return x.reshape(*x.shape[:i], self.workers, own, *x.shape[i + 1 :])
 
         def joined(x: Array, spec: PartitionSpec) -> Array:
             if (i := axis(spec)) is None:
                 return x
-            return x.reshape(*x.shape[:i], -1, *x.shape[i + 2 :])
+            return x.reshape(*x.shape[:i], self.workers * x.shape[i + 1], *x.shape[i + 2 :])
 
         axes_of = lambda specs: jax.tree.map(axis, specs, is_leaf=is_spec)
         found = jax.vmap(

@@ -112,7 +112,8 @@ def per_worker(
         def spread(path: KeyPath, x: Any) -> PerWorker:
             spec = PartitionSpec(axis, *spec_like(path, x, own))
             rows = jnp.broadcast_to(x, (count, *jnp.shape(x)))
-            rows = meshes.constrain(rows, NamedSharding(found, spec))
+            kind = meshes.kind_of(rows)
+            rows = meshes.constrain(rows, NamedSharding(found, spec, memory_kind=kind))
             return PerWorker(marks.in_variable(rows, spec) if in_variables else rows)
 
         return tree_map_with_path(spread, start)

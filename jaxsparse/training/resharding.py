@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
 from jaxsparse.comm.marks import check_wrapped, is_marked
-from jaxsparse.comm.meshes import inner_axes, names_of
+from jaxsparse.comm.meshes import inner_axes, kind_of, names_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.training.sharding import count_workers, has_owners, partition, shard
 
@@ -94,7 +94,8 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
             x = _of_devices(path, x, target)
         rows = functools.partial(_average, np.asarray(x), workers)
         if not isinstance(mesh, Mesh):
-            return jnp.asarray(rows(range(workers)))
+            there = target.sharding if kind_of(target) else None
+            return jnp.asarray(rows(range(workers)), device=there)
         if like is not None:
             parts = partition(name, target, mesh, axis_name, True)[1:]
         else:
@@ -103,7 +104,8 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         def of_device(index: Any) -> np.ndarray:
             return rows(range(*index[0].indices(workers)))[:, *index[1:]]
 
-        sharding = NamedSharding(mesh, PartitionSpec(axis_name, *parts))
+        spec = PartitionSpec(axis_name, *parts)
+        sharding = NamedSharding(mesh, spec, memory_kind=kind_of(target))
         return jax.make_array_from_callback((workers, *x.shape[1:]), sharding, of_device)
 
     def others(path: KeyPath, x: Any, target: Any) -> Any:
@@ -119,7 +121,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         if not isinstance(mesh, Mesh) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
             return x
         spec = partition(name, target, mesh, axis_name, may_be_owned=may_be_owned)
-        return jax.device_put(x, NamedSharding(mesh, spec))
+        return jax.device_put(x, NamedSharding(mesh, spec, memory_kind=kind_of(target)))
 
     each = [(path, x, target) for (path, x), target in zip(leaves, targets)]
     spread = shard(treedef.unflatten([others(*one) for one in each]), mesh, axis_name)

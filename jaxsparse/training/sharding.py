@@ -1,6 +1,5 @@
 """The placement of a training state: spread over workers, or local to one worker."""
 
-import functools
 import numbers
 import operator
 import warnings
@@ -9,12 +8,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import KeyPath, keystr, tree_leaves_with_path
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import wire
-from jaxsparse.comm.marks import check_wrapped, is_marked, map_marked
-from jaxsparse.comm.meshes import inner_axes, names_of
+from jaxsparse.comm.marks import check_wrapped, is_marked
+from jaxsparse.comm.meshes import inner_axes, kind_of, names_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.processes.agreement import compare_texts
 from jaxsparse.processes.digest import array_text
@@ -70,7 +69,8 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
         The same tree with per-worker arrays of shape (W, ...); each worker has a copy of the
         initial value. Given a mesh, all arrays are placed on it: per-worker arrays are split over
         `axis_name`. Along other axes of the mesh, arrays keep their partition; without one they
-        are replicated. Arrays are copied, so donating them is safe.
+        are replicated. Arrays of another memory ("pinned_host") stay in it. Arrays are copied, so
+        donating them is safe.
 
     Raises:
         ValueError: the mesh has no such axis or no worker, a leaf is no array, or is partitioned
@@ -117,22 +117,34 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
                 )
         return partition(name, x, mesh, axis_name, marked, may_be_owned)
 
-    def target(spec: PartitionSpec, marked: bool) -> PartitionSpec:
-        return PartitionSpec(axis_name, *spec[1:]) if marked else spec
-
-    is_spec = lambda node: isinstance(node, PartitionSpec)
-    before = tree_map_with_path(current, tree)
-    spread_all = functools.partial(map_marked, spread)
+    treedef: Any
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    arrays, marks = [x for _, x in leaves], [is_marked(path) for path, _ in leaves]
+    before = [current(path, x) for path, x in leaves]
     if not isinstance(mesh, Mesh):
-        return released(spread_all(tree))
-    marks = tree_map_with_path(lambda path, _: is_marked(path), tree)
-    after = jax.tree.map(target, before, marks, is_leaf=is_spec)
-    # Arrays may be committed to other devices. Bring them here, as they are partitioned now.
-    here, there = (
-        jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
-        for specs in (before, after)
-    )
-    return released(jax.jit(spread_all, out_shardings=there)(jax.device_put(tree, here)))
+        return released(treedef.unflatten(map(spread, arrays, marks)))
+    after = [
+        PartitionSpec(axis_name, *spec[1:]) if marked else spec
+        for spec, marked in zip(before, marks)
+    ]
+    kinds = list(map(kind_of, arrays))
+    found = dict[int, Any]()
+
+    def place(group: list[int]) -> None:
+        # Arrays may be committed to other devices. Bring them here, as they are partitioned now.
+        here, there = ([NamedSharding(mesh, specs[i]) for i in group] for specs in (before, after))
+        spread_all = lambda group_of: [spread(x, marks[i]) for i, x in zip(group, group_of)]
+        # JAX moves no copies to both fewer devices and another memory at once.
+        first = [NamedSharding(mesh, before[i], memory_kind=kinds[i]) for i in group]
+        given = jax.device_put(jax.device_put([arrays[i] for i in group], first), here)
+        found.update(zip(group, jax.jit(spread_all, out_shardings=there)(given)))
+
+    place([i for i, kind in enumerate(kinds) if kind is None])
+    for i, kind in enumerate(kinds):
+        if kind is not None:  # one by one, because devices may have no room for all
+            place([i])
+            found[i] = jax.device_put(found[i], found[i].sharding.with_memory_kind(kind))
+    return released(treedef.unflatten([found[i] for i in range(len(arrays))]))
 
 
 def partition(

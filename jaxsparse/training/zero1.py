@@ -28,11 +28,12 @@ from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.exchange import exchange_dense, where_ok
+from jaxsparse.feedback.exchange import count_moved, exchange_dense, where_ok
 from jaxsparse.feedback.rows import read_rows
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
 from jaxsparse.quantize.quantizer import check_feedback
+from jaxsparse.reducers.base import Info, info
 from jaxsparse.systems.quantized import Quantized
 from jaxsparse.training.ownership import Ownership
 
@@ -47,6 +48,7 @@ class Zero1State(NamedTuple):
             rounding of its updates has left.
         optimizer: the optimizer's state.
         skipped: number of steps whose gradients were not finite on all workers.
+        info: how many coordinates the updates of the last step carried that was not skipped.
         placement: partitions over the mesh's other axes.
     """
 
@@ -54,6 +56,7 @@ class Zero1State(NamedTuple):
     owed: dict[str, Array]
     optimizer: Any
     skipped: Int[Array, ""]
+    info: Info
     placement: Any
 
 
@@ -83,7 +86,7 @@ def zero1(
     gradients, and as many of updates: those of `quantized`. It keeps a float32 residual of all
     compressed leaves, as there. The optimizer sees ordinary arrays in the parameters' shapes, cut
     over the workers, so masks, weight decay, norms and clips are those of Optax. It should be
-    elementwise, but for norms. For others XLA gathers what they need; on Explicit axes they fail.
+    elementwise, but for norms. For others, such as Muon, XLA gathers what they need.
 
     Updates are rounded behind the optimizer, and what is lost comes with the next ones. So what
     bounds parameters, such as `optax.keep_params_nonnegative`, stands behind `zero1` in a chain,
@@ -95,7 +98,8 @@ def zero1(
 
     Args:
         optimizer: what updates parameters from mean gradients, with its learning rate.
-        format: number format of the gradients, as in `jaxsparse.quantized`.
+        format: number format of the gradients, as in `jaxsparse.quantized`. "sign" and "int2" have
+            no zero, so they move elements without gradients.
         back: that of the updates. None: the same.
         group_size: number of consecutive values that share a scale.
         scale: format of the scales.
@@ -109,8 +113,8 @@ def zero1(
     Returns:
         A transformation of gradients with a row for each worker. Its updates are whole, and equal
         on all workers, in the optimizer's dtypes. `init` places the state if it sees parameters on
-        the mesh, or inside of `jax.jit` if `mesh` or `jax.set_mesh` tells it. The state counts
-        skipped steps; `jaxsparse.diagnose` does not read it.
+        the mesh, or inside of `jax.jit` if `mesh` or `jax.set_mesh` tells it. `jaxsparse.diagnose`
+        reads it. What updates owe is `optax.tree.norm(state.owed)`.
 
     Raises:
         ValueError: settings are out of range. From `init` and `update`: no mesh is known, or the
@@ -138,7 +142,8 @@ def zero1(
         bare, in_variables = marks.without_variables(params), marks.has_variables(params)
         if marks.is_stand_in(params):
             start = inside.init(bare)
-            return Zero1State(jnp.int32(0), jnp.int32(0), start, jnp.int32(0), ())
+            zero = jnp.int32(0)
+            return Zero1State(zero, zero, start, zero, info(0), ())
         _refuse_bound(axis_name)
         at = meshes.place_rows(params, axis_name, mesh, workers, specs)
         count, found, placement = at.workers, at.mesh, at.placement
@@ -155,6 +160,7 @@ def zero1(
             },
             optimizer=parts.started(inside.init, bare, found, in_variables),
             skipped=zeros((), PartitionSpec(), jnp.int32),
+            info=jax.tree.map(lambda _: zeros((), PartitionSpec(), jnp.int32), info(0)),
             placement=placement.named if placement else (),
         )
 
@@ -179,7 +185,7 @@ def zero1(
         with jax.disable_jit(False), jax.named_scope(meshes.SCOPE):
             means, residual, ok = _send_out(parts, out, found, updates, state)
         own = parts.placed(params, found)
-        made, optimizer_state = inside.update(means, state.optimizer, own, **extra_args)
+        made, optimizer_state = _optimized(inside, means, state.optimizer, own, extra_args)
         with jax.disable_jit(False), jax.named_scope(meshes.SCOPE):
             delivered, owed = _send_home(parts, home, found, made, state)
         kept = Zero1State(
@@ -187,6 +193,7 @@ def zero1(
             owed=owed,
             optimizer=parts.placed(optimizer_state, found),
             skipped=state.skipped + jnp.where(ok, jnp.int32(0), jnp.int32(1)),
+            info=where_ok(ok, info(count_moved(jax.tree.leaves(delivered))), state.info),
             placement=state.placement,
         )
         return delivered, kept
@@ -215,15 +222,21 @@ def _send_out(
             total, rest = quantized_reduce_scatter(parts.to_rows(x), out, axis_name=parts.axis_name)
             # A sum beyond float32's range is clipped: the other workers do not know of it.
             mean = jnp.clip(total, -LARGEST, LARGEST) / parts.workers
-            means |= parts.of_owner(mean)
-            lost |= parts.from_rows(rest)
+            own = parts.of_owner(mean)
+            means |= {i: layouts.narrow(own[i], rows[i].dtype) for i in own}
+            # A worker's residual of its own part is free for what the mean's dtype has rounded.
+            rounding = layouts.join([own[i] - means[i].astype(jnp.float32) for i in own])
+            rank = wire.axis_index(parts.axis_name)
+            lost |= parts.from_rows(rest.at[rank].set(parts.workers * rounding))
         if parts.whole:
             shapes = [x[i].shape for i in parts.whole]
             vector = layouts.join([x[i] for i in parts.whole])
             done = Quantized(out, "nearest")(vector, (), axis_name=parts.axis_name)
-            means |= zip(parts.whole, layouts.cut(done.mean, shapes))
-            lost |= zip(parts.whole, layouts.cut(done.kept.residual, shapes))
-        means = {i: jnp.where(ok, means[i], 0).astype(rows[i].dtype) for i in rows}
+            found = layouts.cut((done.mean, done.kept.residual), shapes)
+            for i, mean, left in zip(parts.whole, *found):
+                means[i] = layouts.narrow(mean, rows[i].dtype)
+                lost[i] = left + (mean - means[i].astype(jnp.float32))
+        means = {i: jnp.where(ok, means[i].astype(rows[i].dtype), 0) for i in rows}
         return means, {i: jnp.where(ok, lost[i], x[i])[None] for i in residual}, ok
 
     treedef: Any
@@ -242,29 +255,57 @@ def _send_out(
     return treedef.unflatten([means[i] for i in rows]), named, ok
 
 
+def _optimized(
+    optimizer: optax.GradientTransformationExtraArgs,
+    means: Any,
+    state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any]:
+    """The optimizer's updates and its next state.
+
+    Explicit axes refuse products of what owners have, such as Muon's. For XLA they are nothing new.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(extra_args)
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+
+    def update(before: tuple[Any, Any], params: Any, arrays: dict[int, Array]) -> tuple[Any, Any]:
+        extra = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        return optimizer.update(*before, params, **extra)
+
+    return meshes.untyped(update, (means, state), params, arrays)
+
+
 def _send_home(
     parts: Ownership, home: Format, mesh: AnyMesh | None, updates: Any, state: Zero1State
 ) -> tuple[Any, dict[str, Array]]:
     """Updates, whole on all workers, and what their rounding leaves with the owners."""
 
+    def rounded(x: dict[int, Array]) -> dict[int, Array]:
+        """Updates in their dtypes. One that is not finite arrives so."""
+        own = lambda y, dtype: jnp.where(jnp.isfinite(y), layouts.narrow(y, dtype), y.astype(dtype))
+        return {i: own(y, leaves[i].dtype) for i, y in x.items()}
+
+    def left(x: Array, arrived: Array, before: Array) -> Array:
+        new = x - arrived.astype(jnp.float32)
+        return jnp.where(jnp.isfinite(new), new, before)  # or it would stay for ever
+
     def on_worker(given: dict[int, Array], before: dict[int, Array]) -> Any:
         x = {i: given[i].astype(jnp.float32) + before[i] for i in before}
         vector = layouts.join([*x.values()])
-        rows, lost = quantized_all_gather(vector, home, axis_name=parts.axis_name)
-        # An update that is not finite arrives so, and leaves nothing that would stay for ever.
-        owed = {
-            i: jnp.where(jnp.isfinite(new), new, before[i])
-            for i, new in parts.of_owner(lost).items()
-        }
-        return {i: y.astype(given[i].dtype) for i, y in parts.from_rows(rows).items()}, owed
+        rows, _ = quantized_all_gather(vector, home, axis_name=parts.axis_name)
+        arrived = rounded(parts.of_owner(rows[wire.axis_index(parts.axis_name)]))
+        owed = {i: left(x[i], y, before[i]) for i, y in arrived.items()}
+        return rounded(parts.from_rows(rows)), owed
 
     treedef: Any
     leaves, treedef = jax.tree.flatten(updates)
     owed = {i: state.owed[parts.names[i]] for i in parts.compressed}
     # An update that travels no more is whole. It may owe something of other numbers of workers.
-    wide = lambda i: leaves[i].astype(jnp.float32) + owed[i]
-    whole = {i: wide(i).astype(leaves[i].dtype) for i in parts.whole}
-    owed |= {i: jnp.zeros_like(owed[i]) for i in parts.whole}
+    wide = {i: leaves[i].astype(jnp.float32) + owed[i] for i in parts.whole}
+    whole = rounded(wide)
+    owed |= {i: left(wide[i], whole[i], owed[i]) for i in parts.whole}
     if parts.owned:
         of_owned = {i: parts.owner_spec(i) for i in parts.owned}
         given = {i: leaves[i] for i in parts.owned}, {i: owed[i] for i in parts.owned}
