@@ -483,6 +483,48 @@ def test_steps_are_counted_without_a_number():
     assert not np.allclose(flat(finished.params), flat(saved.params), atol=0.1)
 
 
+PACES = {
+    # Fragment 1 begins after 2 steps with an overlap of 4, and again after 5.
+    "beside": ([(4, 6, 4), (3, 3, 2), (4, 8, 0)], 0.25),
+    "shorter": ([(5, 6, 5), (6, 6, 0), (2, 6, 3)], 0.0),
+    # After the last step the new number says that fragment 0 has just been exchanged.
+    "ends": ([(7, 4, 0), (0, 7, 0)], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", PACES)
+def test_another_pace_loses_no_step(name):
+    """Runs of (steps, every, overlap): exchanges on their way arrive as they began."""
+    paces, mixing = PACES[name]
+    tree = moves(sum(steps for steps, *_ in paces), 2)
+    make = lambda every, overlap: LocalSteps(
+        walk, *diloco(), 2, every=every, streaming=outer.Streaming(3, overlap, mixing)
+    )
+    found, own, t, state = [], [], 0, None
+    for steps, *pace in paces:
+        train = make(*pace)
+        state = train.init((START, jnp.int32(0))) if state is None else state
+        for t in range(t, t + steps):
+            state, _ = train(state, at(tree, t), t)
+            found.append(flat(state.params))
+            own.append(own_of(state))
+        t = len(found)
+    state = train.finish(state)
+    of_steps = lambda i: [pace[i] for pace in paces for _ in range(pace[0])] + [paces[-1][i]]
+    expected, expected_own = reference.train(
+        flat(START),
+        as_vectors(tree),
+        reference.nesterov(0.7, 0.9),
+        of_steps(1),
+        fragments=[EMBEDDING, np.concatenate(LAYERS[::2]), LAYERS[1]],
+        overlap=of_steps(2),
+        mixing=mixing,
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    close([*found, flat(state.params)], expected)
+    close([*own, own_of(state)], expected_own)
+
+
 def test_a_state_is_not_counted_inside_a_program():
     train = LocalSteps(walk, *diloco(), 2, every=2)
     state = train.init((START, jnp.int32(0)))

@@ -82,8 +82,8 @@ class LocalSteps:
     **Randomness.** All workers start with the same state, keys included. Fold the worker's number
     in where a key is used: `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
-    **Going on.** A saved state is all that training needs: it knows how many steps it has done. To
-    go on with another number of workers, save right after an outer step: `jaxsparse.reshard`
+    **Going on.** A saved state is all that training needs: it knows how many steps it has done, and
+    which exchanges are on their way, so `every` and `overlap` may be others from then on. To go on with another number of workers, save right after an outer step: `jaxsparse.reshard`
     averages the progress of workers since then, and would spread numbers that are not finite.
 
     **The end.** Steps after the last outer step are not in `state.params`. `finish` exchanges
@@ -190,8 +190,9 @@ class LocalSteps:
         self._worker, self._mesh, self._axis_name = worker, mesh, axis_name
         self._is_checked = self._has_met = False
         self._group = group_of(mesh) if isinstance(mesh, Mesh) else None
-        # The number of steps that the last state had done. Reading it from its array would wait.
-        self._last: tuple[Any, int] = (None, 0)
+        # How many steps the last state had done, and when its exchanges arrive. Reading that from
+        # its arrays would wait.
+        self._last: tuple[Any, int, list[int]] = (None, 0, [])
 
         run = functools.partial(
             run_on_workers, mesh=mesh, axis_name=axis_name, donate_argnums=0, via=via
@@ -237,7 +238,7 @@ class LocalSteps:
         """
         if not isinstance(state, LocalState):
             state = self.init(state)
-        t = self._done("t", t, state)
+        t, arrives = self._done("t", t, state)
         if not self._has_met:
             self._meet("goes on", t)
         if not self._is_checked:
@@ -249,13 +250,17 @@ class LocalSteps:
             state = state._replace(worker=worker, steps=steps, weight=weight)
         else:
             self._meet("exchanges", t)
+            if arrives[fragment] > t:  # it began with a longer overlap
+                state = self.mixed[fragment](state)
             state, out = self.streamed[fragment](state, batch, *rest)
-        if (fragment := self.due(t + 1 - overlap)) is not None:
-            if not overlap:
-                self._meet("exchanges", t + 1)
-            program = self.mixed if overlap else self.outer
-            state = program[fragment](state)
-        self._last = state.steps, t + 1
+            arrives[fragment] = t + overlap
+        for p in [p for p, at in enumerate(arrives) if at == t + 1]:
+            state = self.mixed[p](state)
+        if not overlap and (fragment := self.due(t + 1)) is not None:
+            self._meet("exchanges", t + 1)
+            state = self.outer[fragment](state)
+            arrives[fragment] = t + 1
+        self._last = state.steps, t + 1, arrives
         return state, _unmarked(out)
 
     def lower(self, state: Any, batch: Any, t: int | None = None, *rest: Any) -> jax.stages.Lowered:
@@ -282,24 +287,22 @@ class LocalSteps:
         Raises:
             ValueError: `steps` is not this number, or the state has other fragments.
         """
-        steps = self._done("steps", steps, state)
+        steps, arrives = self._done("steps", steps, state)
         self._check_fragments(state)
         self._meet("finishes", steps)
-        overlap = self.streaming.overlap
-        for begun in range(steps - overlap + 1, steps):
-            if (p := self.due(begun)) is not None:
-                state = self.mixed[p](state)
-        done = None if overlap else self.due(steps)
+        for p in [p for p, at in enumerate(arrives) if at > steps]:
+            state = self.mixed[p](state)
+        mixes_at_once = self.streaming.mixing and not self.streaming.overlap
         for p, exchange in enumerate(self.outer):
             # Workers that mix are elsewhere right after an exchange, too.
-            is_due = p != done
+            is_due = not (mixes_at_once and arrives[p] == steps)
             for _ in range(2):
                 left, outcome = jax.device_get((self._left(state), state.outcome))
                 if left[p] and (is_due or outcome[p] == 1):
                     state = exchange(state)
                 is_due = False
         state = self._settled(state) if self.streaming.mixing else state
-        self._last = state.steps, steps
+        self._last = None, 0, []
         return state
 
     def due(self, steps: int) -> int | None:
@@ -314,9 +317,11 @@ class LocalSteps:
         place, count = (steps - began) % every, self.streaming.fragments
         return next((p for p in range(count) if p * every // count == place), None)
 
-    def _done(self, name: str, given: Any, state: LocalState) -> int:
-        """The number of steps that a state has done. ValueError: `given` is no int, or another."""
-        last, steps = self._last
+    def _done(self, name: str, given: Any, state: LocalState) -> tuple[int, list[int]]:
+        """How many steps a state has done, and after how many each fragment's exchange arrives.
+
+        ValueError: `given` is no int, or another number than that of the steps.
+        """
         is_number = isinstance(given, numbers.Integral | None) and type(given) is not bool
         if isinstance(state.steps, jax.core.Tracer) or not is_number:
             raise ValueError(
@@ -324,16 +329,15 @@ class LocalSteps:
                 f"pass int({name}), and keep the call outside of jax.jit. (Further arguments of "
                 "the step stand behind it, as in train(state, batch, None, key).)"
             )
+        last, steps, arrives = self._last
         if state.steps is not last:
-            # NumPy reads it, because a context mesh may have other devices.
-            own = state.steps
-            steps = int(np.asarray(own.addressable_data(0) if isinstance(own, jax.Array) else own))
+            steps, arrives = int(_read(state.steps)), _read(state.arrives).tolist()
         if given is not None and given != steps:
             raise ValueError(
                 f"{name}={given}, but {steps} steps are done: pass {name}={steps}, the number of "
                 "steps of the whole run, over all epochs, or leave it out"
             )
-        return steps
+        return steps, [*arrives]
 
     def _meet(self, what: str, steps: int) -> None:
         """Compares with other processes when they exchange. Exchanges are paired by their order.
@@ -409,6 +413,11 @@ class LocalSteps:
 def _of_held(f: Any) -> Any:
     """`f`, given trees whose Equinox modules are held (`comm.static_leaves`)."""
     return functools.wraps(f)(lambda *args: f(*held(args)))
+
+
+def _read(x: Any) -> np.ndarray:
+    """A replicated array. NumPy reads it, because a context mesh may have other devices."""
+    return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
 
 
 def _unmarked(tree: Any) -> Any:

@@ -41,6 +41,8 @@ class LocalState(NamedTuple):
             global parameters or the new outer state were not.
         skipped: int32, number of exchanges that did not count.
         steps: int32, number of steps done.
+        arrives: int32[fragments], the number of steps after which the result of each fragment's
+            last exchange arrives, or has arrived. It is on its way while that is more than `steps`.
         weight: float32[fragments] of each worker, marked `PerWorker`: what its steps since a
             fragment's last exchange weigh. () if all workers count alike.
     """
@@ -51,6 +53,7 @@ class LocalState(NamedTuple):
     outcome: Int[Array, " fragments"]
     skipped: Int[Array, ""]
     steps: Int[Array, ""]
+    arrives: Int[Array, " fragments"]
     weight: Any = ()
 
 
@@ -106,6 +109,7 @@ class Worker(NamedTuple):
             outcome=jnp.zeros((len(parts),), jnp.int32),
             skipped=jnp.int32(0),
             steps=jnp.int32(0),
+            arrives=jnp.zeros((len(parts),), jnp.int32),
             weight=() if self.weight is None else PerWorker.wrap(jnp.zeros((len(parts),))),
         )
 
@@ -156,6 +160,7 @@ class Worker(NamedTuple):
         worker = PerWorker.unwrap(state.worker)
         for fragment in fragments:
             worker = self._mixed(worker, state, fragment, mixing)
+            state = state._replace(arrives=state.arrives.at[fragment].min(state.steps))
         return state._replace(worker=PerWorker.wrap(worker))
 
     def left(self, state: LocalState) -> Bool[Array, " fragments"]:
@@ -205,6 +210,7 @@ class Worker(NamedTuple):
             outer=tuple(outer),
             outcome=state.outcome.at[fragment].set(outcome),
             skipped=state.skipped + jnp.where(ok, 0, 1),
+            arrives=state.arrives.at[fragment].set(state.steps + self.streaming.overlap),
             weight=PerWorker.wrap(weight),
         )
 
