@@ -814,6 +814,12 @@ WRONG = {
 }
 
 
+def test_second_copies_of_parameters_are_told():
+    params = {"w": jnp.arange(6.0)}
+    with pytest.warns(UserWarning, match=r"leaf\[1\]\['w'\] starts as a copy of the parameters"):
+        trainer(reference.Memory()).like((params, params))
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_settings_are_refused(what):
     given, message = WRONG[what]
@@ -1111,6 +1117,31 @@ def test_leaving_exchanges_all_fragments():
     state = train.leave(state)
     np.testing.assert_array_equal(state.params["layers"], np.full((4, 2, 2), 5.0))
     np.testing.assert_array_equal(state.worker[0]["layers"], state.params["layers"])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(("fragments", "missed"), [(1, 1), (4, 3)])
+def test_leaving_late_exchanges_all_fragments(fragments, missed, keeps):
+    """Or says that it can't. Others have decided on as many rounds as it has missed."""
+    step = jax.jit(lambda state, move: (jax.tree.map(lambda x: x + move, state), None))
+    exchange = DENSE if not keeps else jaxsparse.top_k(1.0, axis_name=None, is_dense=lambda *_: 0)
+    store, start = reference.Memory(), lambda: in_fragments(4)[1]
+    fast, slow = (
+        islands.Islands(step, exchange, optax.sgd(1.0), store, name=name, every=every,
+                        fragments=fragments, grace=0.0, poll=0.01)
+        for name, every in (("fast", 1), ("slow", 9))
+    )  # fmt: skip
+    at_slow, at_fast = slow.join(start()), fast.join(start())
+    at_slow, _ = slow(at_slow, 3.0)
+    for _ in range(missed):
+        at_fast, _ = fast(at_fast, 0.0)
+    told = contextlib.nullcontext() if keeps else pytest.warns(UserWarning, match=r"\[0\] is lost")
+    with told:
+        at_slow = slow.leave(at_slow)
+    expected = np.full((4, 2, 2), 3.0)
+    if not keeps:
+        expected[:: 4 if fragments > 1 else 1] = 0
+    np.testing.assert_array_equal(at_slow.params["layers"], expected)
 
 
 def test_a_step_may_donate_its_state():

@@ -107,9 +107,14 @@ def is_stand_in(tree: Any) -> bool:
     return isinstance(tree, _STAND_IN)
 
 
+def key_name(key: Any) -> str:
+    """The name of a field or of a dictionary's item. Flax and Orbax make keys of fields."""
+    return str(getattr(key, "name", getattr(key, "key", "")))
+
+
 def is_marked(path: KeyPath) -> bool:
     """Whether the leaf at `path` is per-worker."""
-    return PerWorker._fields[0] in (str(getattr(k, "name", getattr(k, "key", ""))) for k in path)
+    return PerWorker._fields[0] in map(key_name, path)
 
 
 def check_wrapped(name: str, value: Any) -> None:

@@ -32,7 +32,7 @@ from jaxsparse.comm.meshes import inner_axes
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.outer.worker import LocalState, Select, Step, Worker
+from jaxsparse.outer.worker import LocalState, Select, Step, Worker, second_copies
 from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
 from jaxsparse.training.check import check
@@ -67,7 +67,8 @@ class LocalSteps:
     mean over workers. An outer step then takes the displacement D_w = theta - theta_w on each
     worker, where theta are the global parameters and theta_w its own. `exchange` takes D_w for a
     gradient, and `optimizer` the mean D. The update is added to theta, and all workers go on from
-    there. Inner optimizer states, which differ between workers, are neither reset nor averaged.
+    there. Inner optimizer states, which differ between workers, are neither reset nor averaged. See
+    `average` for those that hold a second copy of the parameters.
 
     docs/local.md has the pairs of exchange and optimizer that are published (DiLoCo, SparseLoCo,
     local SGD, BMUF), what they cost, and which to begin with.
@@ -83,8 +84,9 @@ class LocalSteps:
     in where a key is used: `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
     **Going on.** A saved state is all that training needs: it knows how many steps it has done, and
-    which exchanges are on their way, so `every` and `overlap` may be others from then on. To go on with another number of workers, save right after an outer step: `jaxsparse.reshard`
-    averages the progress of workers since then, and would spread numbers that are not finite.
+    which exchanges are on their way, so `every` and `overlap` may be others from then on. To go on
+    with another number of workers, save right after an outer step: `jaxsparse.reshard` averages the
+    progress of workers since then, and would spread numbers that are not finite.
 
     **The end.** Steps after the last outer step are not in `state.params`. `finish` exchanges
     them, too.
@@ -119,9 +121,10 @@ class LocalSteps:
             begins with an outer step.
         params: function that picks the parameters from a state. None: `state.params`, or the first
             item of a plain tuple. For an nnx state: `lambda s: nnx.filter_state(s, nnx.Param)`.
-        average: function that picks statistics from a state, such as those of BatchNorm. Each outer
-            step (of fragment 0, with streaming) averages them over workers. They travel
-            uncompressed. None: each worker keeps its own.
+        average: function that picks statistics from a state, such as those of BatchNorm, or second
+            copies of parameters, such as schedule-free's z or a mean over steps. Each outer step
+            (of fragment 0, with streaming) averages them over workers. They travel uncompressed.
+            None: each worker keeps its own, and `init` warns of copies that it sees.
         weight: function of a worker's share of a batch that gives what it counts, such as its
             number of tokens: a real scalar, at least 0. A displacement then counts what its steps
             weigh together, so that the mean is over all tokens (`jaxsparse.weighted`). One of
@@ -217,7 +220,18 @@ class LocalSteps:
         start = self._worker.start(held(state))
         for p in range(self.streaming.fragments):
             check(self._worker.outer, self._worker.part(start.params, p), axis_name=self._axis_name)
-        return shard(start, self._mesh, self._axis_name)
+        whole = shard(start, self._mesh, self._axis_name)
+        found = second_copies(self._worker.params, self._worker.average, _unmarked(whole.worker))
+        if found:
+            warnings.warn(
+                f"{found[0]} starts as a copy of the parameters (so do {len(found)} arrays of the "
+                "state), and each worker keeps its own: copies stray from each other, and an "
+                "optimizer that goes by them pulls parameters back. Average them, as by "
+                "average=lambda state: state[1].z, at the cost of a dense exchange. A copy that "
+                "stays as it is, such as Prodigy's params0, needs nothing",
+                stacklevel=2,
+            )
+        return whole
 
     def __call__(
         self, state: Any, batch: Any, t: int | None = None, *rest: Any
@@ -330,6 +344,13 @@ class LocalSteps:
                 "the step stand behind it, as in train(state, batch, None, key).)"
             )
         last, steps, arrives = self._last
+        # Steps and exchanges take all arrays of a part, so one of each tells.
+        some = [jax.tree.leaves(part)[0] for part in (state.worker, state.params, state.steps)]
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in some):
+            raise ValueError(
+                "the state is deleted, because an earlier call took it: go on with the state that "
+                "call returned, and copy what you keep, as jax.tree.map(jnp.copy, state)"
+            )
         if state.steps is not last:
             steps, arrives = int(_read(state.steps)), _read(state.arrives).tolist()
         if given is not None and given != steps:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import wire
-from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
+from jaxsparse.comm.marks import PerWorker, is_marked, key_name, map_marked
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback.store import is_exchange, states_in
 from jaxsparse.outer.fragments import Rows, Streaming
@@ -35,6 +35,7 @@ class LocalState(NamedTuple):
     Attributes:
         worker: each worker's own training state, marked `PerWorker`.
         params: the global parameters, equal on all workers, in float32 or wider. Evaluate these.
+            The next exchange deletes them: keep `jax.tree.map(jnp.copy, state.params)`.
         outer: the states of exchange and optimizer, for each fragment.
         outcome: int32[fragments], the outcome of each fragment's last exchange: 0 if it counted; 1
             if a worker's parameters or averaged statistics were not finite; 2 if a sum, the new
@@ -395,19 +396,53 @@ def picked(name: str, select: Select | None, state: Any) -> list[int]:
     if select is None:
         return []
     leaves, treedef = jax.tree.flatten(state)
+    found: list[tuple[Any, int | None]] = []
+
+    def look(leaves: list[Array]) -> None:
+        # Each is an object of its own, and an array as functions that pick by type expect it.
+        places = {id(x): i for i, x in enumerate(leaves)}
+        of_tree = tree_flatten_with_path(select(jax.tree.unflatten(treedef, leaves)))[0]
+        found.extend((path, places.get(id(x))) for path, x in of_tree)
+
     try:
-        found = tree_flatten_with_path(select(jax.tree.unflatten(treedef, range(len(leaves)))))[0]
+        jax.eval_shape(look, leaves)
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"{name} must pick arrays of the state as they are, without changing them: {error}"
         ) from error
     for path, i in found:
-        if type(i) is not int or not jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating):
-            what = jnp.result_type(leaves[i]) if type(i) is int else "no leaf of the state"
+        if i is None or not jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating):
+            what = "no leaf of the state" if i is None else jnp.result_type(leaves[i])
             raise ValueError(
                 f"{name} picks leaf{keystr(path)}, which is {what}: pick floating-point arrays of "
                 "the state as they are"
             )
     if not found:
         raise ValueError(f"{name} picks nothing of the state: pick at least one array")
-    return [i for _, i in found]
+    return [i for _, i in found if i is not None]
+
+
+def second_copies(params: Select, average: Select | None, state: Any) -> list[str]:
+    """The names of arrays that start as copies of the parameters, and are not averaged.
+
+    Schedule-free's z is known by its name. An abstract state has no values by which to know others.
+    """
+    skipped = {*picked("params", params, state), *picked("average", average, state)}
+    likes = dict(tree_flatten_with_path(params(state))[0])
+    found = []
+    for i, (path, x) in enumerate(tree_flatten_with_path(state)[0]):
+        at = next((n for n in range(1, len(path) + 1) if path[n:] in likes), None)
+        if at is None or i in skipped or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            continue
+        like = likes[path[at:]]
+        is_abstract = isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+        is_z = key_name(path[at - 1]) == "z"
+        if x.shape == like.shape and (is_z or (not is_abstract and bool(_is_copy(x, like)))):
+            found.append(f"leaf{keystr(path)}")
+    return found
+
+
+@jax.jit
+def _is_copy(x: Array, like: Array) -> Bool[Array, ""]:
+    """Whether an array is a copy. Zeros of moments are none of the zeros of a bias."""
+    return jnp.all(x == narrow(like, x.dtype)) & (jnp.max(x) != jnp.min(x))
