@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import signal
@@ -423,7 +424,7 @@ class Damaging(reference.Link):
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("messages", "flip"), ("decisions", "html"), ("snapshots", "half"), ("lives", "empty")],
+    [("messages", "flip"), ("decisions", "html"), ("snapshots", "half")],
 )
 def test_what_never_reads_whole_ends_by_patience(kind, how):
     """With its reason. A message is read if the answer to its writing was lost."""
@@ -440,10 +441,10 @@ def test_what_never_reads_whole_ends_by_patience(kind, how):
 
     link.create = deaf_once
     train = trainer(link, every=1, grace=0.0, patience=0.2)
-    if kind in ("snapshots", "lives"):
+    if kind == "snapshots":
         with (
             pytest.warns(UserWarning, match=r"snapshot of round 0 is left out|can't join yet"),
-            pytest.raises(UnreachableError, match=r"shows no whole snapshot|does not show .*lives"),
+            pytest.raises(UnreachableError, match=r"shows no whole snapshot"),
         ):
             train.join((jnp.zeros(8),))
         return
@@ -1496,6 +1497,34 @@ def test_whoever_joins_waits_for_a_late_list(clock):
         new.join(saved)
     link.listed = {key for key in store.objects if key.startswith("lives")}
     assert new.join(saved).round == 0  # there is a run, whatever the list of snapshots shows
+
+
+@pytest.mark.parametrize("late_by", [0, 3])
+def test_whoever_joins_takes_one_life_though_the_store_shows_it_late(late_by, clock):
+    """As many reads and lists later. A former life is behind, and its number is taken."""
+    store = reference.Memory()
+    joined(store, ["new"], clock)
+    member, born, asked = reference.member(store, "new", clock), {}, itertools.count()
+    create, get, names = store.create, store.get, store.names
+
+    def created(key, data):
+        born.setdefault(key, next(asked))
+        return create(key, data)
+
+    is_shown = lambda key: key not in born or next(asked) > born[key] + late_by
+    store.create = created
+    store.get = lambda key: get(key) if is_shown(key) else None
+    store.names = lambda folder: [name for name in names(folder) if is_shown(f"{folder}/{name}")]
+    born["lives/new.00000000"] = 0
+    for _ in range(5):
+        with contextlib.suppress(UnreachableError):
+            member.join(reference.start())
+            break
+    assert member.rounds.life.startswith("00000001-")
+    assert [key for key in store.objects if key.startswith("lives")] == [
+        "lives/new.00000000",
+        "lives/new.00000001",
+    ]
 
 
 def test_a_run_that_has_begun_is_not_begun_again(clock):
