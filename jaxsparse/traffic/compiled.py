@@ -120,9 +120,11 @@ def _read(
         raise ValueError(f"only a jitted function takes arguments, no {type(program).__name__}")
     if is_text:
         return program, None
-    program = getattr(program, "lowered", program)  # of nnx.jit and equinox.filter_jit
+    # nnx.jit and equinox.filter_jit wrap both stages.
+    program = getattr(program, "lowered", program)
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()
+    program = getattr(program, "compiled", program)
     if not isinstance(program, jax.stages.Compiled):
         raise TypeError(
             f"program must be a jax.stages.Compiled, a jitted function or HLO text, not "
