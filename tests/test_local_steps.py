@@ -13,7 +13,7 @@ import pytest
 import reference_chunks as chunks
 import reference_local_steps as reference
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import mesh, rows, some
 
 import jaxsparse
@@ -851,6 +851,47 @@ def test_parameters_are_picked_by_their_type():
     np.testing.assert_allclose(state.params["w"], [-1, -2])
     assert state.params["number"] is None
     np.testing.assert_array_equal(state.worker["seen"].value, np.ones((2, 2)))
+
+
+def shaped(tree):
+    of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return jax.tree.map(of, tree)
+
+
+def test_init_of_shapes_is_that_of_arrays():
+    """With their shardings, where a worker has axes of its own."""
+    where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    cut = {"w": P(None, "fsdp"), "b": P()}
+    cut = {name: NamedSharding(where, spec) for name, spec in cut.items()}
+    params = {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}
+    params, adam = jax.device_put(params, cut), optax.adam(0.1)
+    exchange = functools.partial(jaxsparse.powersgd, 2, is_dense=lambda _, shape: len(shape) < 2)
+    make = lambda where, **more: LocalSteps(
+        optimizing(adam),
+        exchange(**more),
+        optax.sgd(1.0, 0.9),
+        where,
+        every=4,
+        weight=lambda x: x.sum(),
+        streaming=outer.Streaming(2, split=lambda path: int("b" in path)),
+    )
+    train, state = make(where, mesh=where, specs=params), (params, adam.init(params))
+    found, expected = train.init(shaped(state)), train.init(state)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    placed = lambda x: (x.shape, x.dtype, x.sharding.shard_shape(x.shape), x.sharding.mesh)
+    assert jax.tree.map(placed, found) == jax.tree.map(placed, expected)
+    assert placed(found.outer[0][1][0].trace["w"])[2] == (64, 4)
+    for wrong, init, match in (
+        (make(where), lambda train: train.init(shaped(state)), "give the transformation specs="),
+        (train, lambda train: jax.eval_shape(train.init, state), "init is traced, as in jax.eval"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            init(wrong)
+    train = make(2, workers=2)
+    found = train.init(jax.eval_shape(lambda: state))
+    shape = lambda x: (x.shape, x.dtype)
+    alone = jax.tree.map(np.asarray, state)
+    assert jax.tree.map(shape, found) == jax.tree.map(shape, train.init(alone))
 
 
 def test_a_state_that_was_taken_is_told():

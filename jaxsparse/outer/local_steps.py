@@ -30,6 +30,7 @@ from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.meshes import inner_axes
 from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.outer.worker import LocalState, Select, Step, Worker, second_copies
@@ -216,11 +217,27 @@ class LocalSteps:
         self._left = alone(worker.left, donate_argnums=())
 
     def init(self, state: Any) -> LocalState:
-        """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
-        start = self._worker.start(held(state))
+        """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`.
+
+        Of `jax.ShapeDtypeStruct`s it makes shapes with shardings, to compile ahead of time. If they
+        have shardings over other axes of the mesh, the exchange needs `mesh` and `specs`.
+        """
+        state = held(state)
+        leaves = jax.tree.leaves(state)
+        inner = inner_axes(self._mesh, self._axis_name) if isinstance(self._mesh, Mesh) else ()
+        if inner and any(isinstance(x, jax.core.Tracer) for x in leaves):
+            raise ValueError(
+                "init is traced, as in jax.eval_shape(train.init, state), so it can't see how "
+                f"arrays are cut over the axes {dict(inner)}: give train.init(state) the shapes "
+                "themselves, jax.ShapeDtypeStructs with a sharding"
+            )
+        is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        made = functools.partial(shapes_of, mesh=self._mesh) if is_abstract else Worker.start
+        start = made(self._worker, state)
         for p in range(self.streaming.fragments):
-            check(self._worker.outer, self._worker.part(start.params, p), axis_name=self._axis_name)
-        whole = shard(start, self._mesh, self._axis_name)
+            part = jax.eval_shape(functools.partial(self._worker.part, fragment=p), start.params)
+            check(self._worker.outer, part, axis_name=self._axis_name)
+        whole = start if is_abstract else shard(start, self._mesh, self._axis_name)
         found = second_copies(self._worker.params, self._worker.average, _unmarked(whole.worker))
         if found:
             warnings.warn(
