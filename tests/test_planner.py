@@ -353,9 +353,18 @@ def test_the_shell_answers(capsys):
         ([*SHELL, "--nats", "-1"], "nats=-1.0 must be at least 0"),
         ([*SHELL, "--optimizer", "sgd"], "optimizer='sgd' is unknown"),
         ([*SHELL, "--latency", "0"], "latency=0.0 must be positive"),
-        ([*SHELL, "--steps", "1.5"], "argument --steps: invalid count value: '1.5'"),
-        ([*SHELL, "--latency", "50"], "argument --latency: invalid time value: '50'"),
-        ([*SHELL, "--memory-bandwidth", "2"], "--memory-bandwidth: invalid bandwidth value: '2'"),
+        (
+            [*SHELL, "--steps", "1.5"],
+            "argument --steps: '1.5' is not a whole number from 1 on, such as 84000",
+        ),
+        (
+            [*SHELL, "--latency", "50"],
+            "--latency: '50' has no unit: give a number with its unit, such as 1.5s",
+        ),
+        (
+            [*SHELL, "--memory-bandwidth", "2"],
+            "--memory-bandwidth: '2' can't be read: give a number with its unit, such as 10G",
+        ),
     ],
 )
 def test_the_shell_names_what_is_wrong(arguments, message, capsys):
