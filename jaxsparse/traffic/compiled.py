@@ -1,4 +1,4 @@
-"""Bytes that a compiled program moves between workers, collective by collective."""
+"""Bytes that a compiled program moves between devices, collective by collective."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CALLS = ("call", "fusion", "async")
 def wire_bytes(
     program: Any, *args: Any, mesh: Mesh | AbstractMesh | None = None, **kwargs: Any
 ) -> WireBytes:
-    """Counts the bytes that a compiled program moves between workers.
+    """Counts the bytes that a compiled program moves between devices.
 
     *Payload* is the size of the operands that one device hands to a collective. *Received* is the
     number of bytes that arrive at one device if the collective runs the bandwidth-optimal way, for
