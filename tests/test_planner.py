@@ -358,7 +358,7 @@ def test_the_shell_answers(capsys):
         ([*SHELL, "--steps", "1.5"], "'1.5' is not a whole number from 1 on, such as 84000"),
         (
             [*SHELL, "--latency", "50"],
-            "'50' has no unit: give a number with its unit, such as 1.5s",
+            "'50' has no unit: give a number with its unit, such as",
         ),
         ([*SHELL, "--memory-bandwidth", "2"], "'2' can't be read: give a number with its unit, su"),
     ],
