@@ -238,7 +238,8 @@ class LocalSteps:
             part = jax.eval_shape(functools.partial(self._worker.part, fragment=p), start.params)
             check(self._worker.outer, part, axis_name=self._axis_name)
         whole = start if is_abstract else shard(start, self._mesh, self._axis_name)
-        found = second_copies(self._worker.params, self._worker.average, _unmarked(whole.worker))
+        own = held(_unmarked(whole.worker))
+        found = second_copies(self._worker.params, self._worker.average, own)
         if found:
             warnings.warn(
                 f"{found[0]} starts as a copy of the parameters (so do {len(found)} arrays of the "
