@@ -435,9 +435,12 @@ def second_copies(params: Select, average: Select | None, state: Any) -> list[st
         if at is None or i in skipped or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             continue
         like = likes[path[at:]]
-        is_abstract = isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
-        is_z = key_name(path[at - 1]) == "z"
-        if x.shape == like.shape and (is_z or (not is_abstract and bool(_is_copy(x, like)))):
+        if x.shape != like.shape:
+            continue
+        # A copy lies as its original does, and arrays of unlike types can't be compared.
+        is_known = not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+        is_known &= getattr(x, "sharding", None) == getattr(like, "sharding", None)
+        if key_name(path[at - 1]) == "z" or (is_known and bool(_is_copy(x, like))):
             found.append(f"leaf{keystr(path)}")
     return found
 
