@@ -644,6 +644,8 @@ def test_second_copies_of_parameters_are_told_and_averaged():
             train.init(state)
     adam = optax.adam(0.1)
     make(adam).init(whole(adam))  # moments are no copies
+    some = {"w": jnp.zeros((0, 2)), "b": jnp.arange(2.0)}
+    make(adam, params=lambda s: s["p"]).init({"p": some, "mean": {"w": some["w"]}})
 
     train = make(free, average=lambda s: s[1].z)
     state = train.init(whole(free))

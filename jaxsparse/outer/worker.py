@@ -435,7 +435,7 @@ def second_copies(params: Select, average: Select | None, state: Any) -> list[st
         if at is None or i in skipped or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             continue
         like = likes[path[at:]]
-        if x.shape != like.shape:
+        if jnp.shape(x) != jnp.shape(like) or 0 in jnp.shape(x):
             continue
         # A copy lies as its original does, and arrays of unlike types can't be compared.
         is_known = not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
