@@ -13,6 +13,8 @@ from jaxsparse.comm.links import Link
 from jaxsparse.planner.planning import MEMORY_BANDWIDTH, plan
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "b": 1e9}
+_BANDWIDTH = "a number with its unit, such as 10Gbit or 1.25GB/s"
+_TIME = "a number with its unit, such as 1.5s or 120ms"
 _IN_A_SECOND = {"ns": 10**9, "us": 10**6, "µs": 10**6, "μs": 10**6, "ms": 1000, "s": 1}
 
 
@@ -29,45 +31,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1; ValueError for another text.
+    """A whole number of at least 1. `argparse.ArgumentTypeError`: it is another text.
 
     >>> count("110M"), count("1.5B"), count("84_000")
     (110000000, 1500000000, 84000)
     """
-    number, prefix = _split(re.sub("[_,]", "", text).lower(), "([kmgtb]?)")
+    good = "a whole number from 1 on, such as 84000 or 110M"
+    number, prefix = _split(re.sub("[_,]", "", text).lower(), "([kmgtb]?)", good)
     found = number * _PREFIXES[prefix]
     if not 0.5 < found < math.inf or not math.isclose(found, round(found)):
-        raise ValueError(f"{text!r} is no whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {good}")
     return round(found)
 
 
 def bandwidth(text: str) -> float:
-    """Bytes a second. A small b is a bit, a capital B a byte; ValueError for another text.
+    """Bytes a second. A small b is a bit, a capital B a byte. Errors as from `count`.
 
     >>> bandwidth("10Gbit"), bandwidth("100mbit/s"), bandwidth("1.25GB/s")
     (1250000000.0, 12500000.0, 1250000000.0)
     """
-    number, prefix, unit = _split(text, "([kmgtKMGT]?)(bit|bit/s|bps|b/s|B|B/s)")
+    number, prefix, unit = _split(text, "([kmgtKMGT]?)(bit|bit/s|bps|b/s|B|B/s)", _BANDWIDTH)
     return number * _PREFIXES[prefix.lower()] / (1 if unit.startswith("B") else 8)
 
 
 def time(text: str) -> float:
-    """Seconds, or 0 without a unit; ValueError for another text.
+    """Seconds, or 0 without a unit. Errors as from `count`.
 
     >>> time("50us"), time("2 ms"), time("0")
     (5e-05, 0.002, 0.0)
     """
-    number, unit = _split(text, "(ns|us|µs|μs|ms|s|)")
+    number, unit = _split(text, "(ns|us|µs|μs|ms|s|)", _TIME)
     if number and not unit:
-        raise ValueError(f"{text!r} has no unit")
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: give {_TIME}")
     return number / _IN_A_SECOND[unit or "s"]
 
 
-def _split(text: str, unit: str) -> tuple[Any, ...]:
+def _split(text: str, unit: str, good: str) -> tuple[Any, ...]:
     """The number of a text, and the groups of its unit, a regular expression."""
     found = re.fullmatch(rf"\s*(\d*\.?\d+(?:[eE][+-]?\d+)?)\s*{unit}\s*", text)
     if not found:
-        raise ValueError(f"{text!r} can't be read")
+        raise argparse.ArgumentTypeError(f"{text!r} can't be read: give {good}")
     return float(found[1]), *found.groups()[1:]
 
 

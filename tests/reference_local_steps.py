@@ -40,11 +40,11 @@ def train(
         start: the initial parameters, float64[d].
         moves: what worker w's step t takes off its parameters, moves[t, w, d].
         outer: the outer optimizer, see `nesterov`.
-        every: number of steps between outer steps, H.
+        every: number of steps between outer steps, H, or a list of it for each step and the end.
         exchange: function of a fragment and its displacements [w, n] that returns their mean as it
             arrives. None: the mean.
         fragments: indices of each fragment's parameters. None: one fragment of all.
-        overlap: number of steps from an exchange to its use.
+        overlap: number of steps from an exchange to its use, or a list as `every`.
         mixing: weight of a worker's own values.
         weights: what worker w's step t counts, weights[t, w]. None: all count alike.
 
@@ -55,7 +55,9 @@ def train(
     exchange = exchange or (lambda _, displacements: displacements.mean(0))
     fragments = [np.arange(len(start))] if fragments is None else fragments
     theta, own = start.astype(np.float64), np.stack([start.astype(np.float64)] * moves.shape[1])
-    arrived = [True] * len(fragments)
+    of_steps = lambda x: x if isinstance(x, list) else [x] * (len(moves) + 1)
+    every, overlap = of_steps(every), of_steps(overlap)
+    arrived, arrives = [True] * len(fragments), [0] * len(fragments)
     since = np.zeros((len(fragments), moves.shape[1]))  # what was done since the last exchange
     globals_, locals_ = [], []
 
@@ -72,31 +74,36 @@ def train(
         since[p] = 0
         return outer(p, theta[part], exchange(p, moved)), broken
 
-    def mix(p):
-        if p is not None and arrived[p]:
-            part = fragments[p]
-            to = theta[part]
-            own[:, part] = own[:, part] + (1 - mixing) * (to - own[:, part]) if mixing else to
+    def mix(parts):
+        for p in parts:
+            arrives[p] = 0
+            if arrived[p]:
+                part = fragments[p]
+                to = theta[part]
+                own[:, part] = own[:, part] + (1 - mixing) * (to - own[:, part]) if mixing else to
 
     for t, move in enumerate(moves):
-        begins = due(t, every, len(fragments)) if overlap else None
+        begins = due(t, every[t], len(fragments)) if overlap[t] else None
+        if begins is not None and arrives[begins] > t:
+            mix([begins])
         after = own - move
         if begins is not None:
             arriving, broken = try_to_exchange(begins)
             after[broken] = theta
             theta[fragments[begins]] = arriving
+            arrives[begins] = t + overlap[t]
         own = after
         since += 0 if weights is None else weights[t]
-        if not overlap and (p := due(t + 1, every, len(fragments))) is not None:
+        mix([p for p, at in enumerate(arrives) if at == t + 1])
+        done = None
+        if not overlap[t] and (p := due(t + 1, every[t], len(fragments))) is not None:
+            done = p
             theta[fragments[p]], broken = try_to_exchange(p)
             own[broken] = theta
-        mix(due(t + 1 - overlap, every, len(fragments)) if t + 1 > overlap else None)
+            mix([p])
         globals_.append(theta.copy())
         locals_.append(own.copy())
-    steps = len(moves)
-    for begun in range(max(steps - overlap, 0) + 1, steps):
-        mix(due(begun, every, len(fragments)))
-    done = None if overlap else due(steps, every, len(fragments))
+    mix([p for p, at in enumerate(arrives) if at > len(moves)])
     for p, part in enumerate(fragments):
         for _ in range(2):
             if (own[:, part] != theta[part]).any() and (p != done or not arrived[p]):

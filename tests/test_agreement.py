@@ -1,5 +1,6 @@
 """Processes that differ, or that stay behind, are told so: digests, notes, and real processes."""
 
+import functools
 import sys
 import threading
 from pathlib import Path
@@ -19,9 +20,11 @@ from jaxsparse.comm import compat
 from jaxsparse.outer import local_steps
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.processes import failing
-from jaxsparse.processes.agreement import agree, compare
+from jaxsparse.processes.agreement import _difference, agree, compare
 from jaxsparse.processes.digest import Digested
 from jaxsparse.processes.group import ProcessGroup, group_of
+from jaxsparse.quantize import Format
+from jaxsparse.systems import Quantized
 from jaxsparse.training import sharding
 
 SCRIPT = Path(__file__).with_name("run_unlike.py")
@@ -99,6 +102,22 @@ def test_what_differs_is_named(other, said):
     assert other.digest != USUAL.digest
     assert said in only(other, USUAL)[0]
     assert only(USUAL, other)
+
+
+def test_exchanges_of_other_settings_are_named():
+    """Their operations alone are in the program."""
+
+    def lines(name, before=1.0, behind=1.0):
+        exchange = Quantized(Format(name), rounding="nearest")
+        reduce = lambda x: exchange(x.reshape(-1), (), axis_name="data").mean
+        step = lambda state, batch: reduce(batch * jnp.float32(before)) * jnp.float32(behind)
+        return ["step", *digested(step, STATE, jnp.ones((4, 1024))).lines()]
+
+    int4 = lines("int4")
+    said = functools.partial(_difference, ProcessGroup((0, 1)))
+    assert "Exchanges differ in system or settings" in said(int4, lines("int2"))
+    for other in (lines("int4", before=2.0), lines("int4", behind=2.0)):
+        assert "Exchanges differ" not in said(int4, other)
 
 
 @jax.custom_vjp

@@ -1,10 +1,13 @@
 """Calls of `run_on_workers` by others: under vmap, and with leaves that are no arrays."""
 
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
 from workers import mesh
 
 import jaxsparse
@@ -77,3 +80,18 @@ def test_arguments_by_name_are_refused():
     for call in (step, step.lower, run_on_workers(moved, 2)):
         with pytest.raises(ValueError, match="positional arguments only, but got batch by name"):
             call(jnp.ones(3), batch=jnp.ones(4))
+
+
+def test_a_step_of_nnx_is_watched_and_others_are_refused():
+    """nnx.jit has stages of its own, whose collectives are read before the first call."""
+    where = mesh(2)
+    batch = jax.device_put(jnp.arange(1024.0), NamedSharding(where, P("data")))
+    model = nnx.Linear(1024, 2, rngs=nnx.Rngs(0))
+    step = jaxsparse.watch(nnx.jit(lambda model, x: model(x[::-1])), where)
+    with pytest.warns(UserWarning, match="besides the exchange, .* cross 'data'"):
+        found = step(model, batch)
+    expected = np.asarray(batch)[::-1] @ np.asarray(model.kernel[...])
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    for wrong in (equinox.filter_jit(moved), moved):
+        with pytest.raises(ValueError, match=r"step is a \w+, and must be a .* jax\.jit"):
+            jaxsparse.watch(wrong, where)

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import signal
@@ -423,7 +424,7 @@ class Damaging(reference.Link):
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("messages", "flip"), ("decisions", "html"), ("snapshots", "half"), ("lives", "empty")],
+    [("messages", "flip"), ("decisions", "html"), ("snapshots", "half")],
 )
 def test_what_never_reads_whole_ends_by_patience(kind, how):
     """With its reason. A message is read if the answer to its writing was lost."""
@@ -440,10 +441,10 @@ def test_what_never_reads_whole_ends_by_patience(kind, how):
 
     link.create = deaf_once
     train = trainer(link, every=1, grace=0.0, patience=0.2)
-    if kind in ("snapshots", "lives"):
+    if kind == "snapshots":
         with (
             pytest.warns(UserWarning, match=r"snapshot of round 0 is left out|can't join yet"),
-            pytest.raises(UnreachableError, match=r"shows no whole snapshot|does not show .*lives"),
+            pytest.raises(UnreachableError, match=r"shows no whole snapshot"),
         ):
             train.join((jnp.zeros(8),))
         return
@@ -814,6 +815,12 @@ WRONG = {
 }
 
 
+def test_second_copies_of_parameters_are_told():
+    params = {"w": jnp.arange(6.0)}
+    with pytest.warns(UserWarning, match=r"leaf\[1\]\['w'\] starts as a copy of the parameters"):
+        trainer(reference.Memory()).like((params, params))
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_settings_are_refused(what):
     given, message = WRONG[what]
@@ -1111,6 +1118,31 @@ def test_leaving_exchanges_all_fragments():
     state = train.leave(state)
     np.testing.assert_array_equal(state.params["layers"], np.full((4, 2, 2), 5.0))
     np.testing.assert_array_equal(state.worker[0]["layers"], state.params["layers"])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(("fragments", "missed"), [(1, 1), (4, 3)])
+def test_leaving_late_exchanges_all_fragments(fragments, missed, keeps):
+    """Or says that it can't. Others have decided on as many rounds as it has missed."""
+    step = jax.jit(lambda state, move: (jax.tree.map(lambda x: x + move, state), None))
+    exchange = DENSE if not keeps else jaxsparse.top_k(1.0, axis_name=None, is_dense=lambda *_: 0)
+    store, start = reference.Memory(), lambda: in_fragments(4)[1]
+    fast, slow = (
+        islands.Islands(step, exchange, optax.sgd(1.0), store, name=name, every=every,
+                        fragments=fragments, grace=0.0, poll=0.01)
+        for name, every in (("fast", 1), ("slow", 9))
+    )  # fmt: skip
+    at_slow, at_fast = slow.join(start()), fast.join(start())
+    at_slow, _ = slow(at_slow, 3.0)
+    for _ in range(missed):
+        at_fast, _ = fast(at_fast, 0.0)
+    told = contextlib.nullcontext() if keeps else pytest.warns(UserWarning, match=r"\[0\] is lost")
+    with told:
+        at_slow = slow.leave(at_slow)
+    expected = np.full((4, 2, 2), 3.0)
+    if not keeps:
+        expected[:: 4 if fragments > 1 else 1] = 0
+    np.testing.assert_array_equal(at_slow.params["layers"], expected)
 
 
 def test_a_step_may_donate_its_state():
@@ -1465,6 +1497,34 @@ def test_whoever_joins_waits_for_a_late_list(clock):
         new.join(saved)
     link.listed = {key for key in store.objects if key.startswith("lives")}
     assert new.join(saved).round == 0  # there is a run, whatever the list of snapshots shows
+
+
+@pytest.mark.parametrize("late_by", [0, 3])
+def test_whoever_joins_takes_one_life_though_the_store_shows_it_late(late_by, clock):
+    """As many reads and lists later. A former life is behind, and its number is taken."""
+    store = reference.Memory()
+    joined(store, ["new"], clock)
+    member, born, asked = reference.member(store, "new", clock), {}, itertools.count()
+    create, get, names = store.create, store.get, store.names
+
+    def created(key, data):
+        born.setdefault(key, next(asked))
+        return create(key, data)
+
+    is_shown = lambda key: key not in born or next(asked) > born[key] + late_by
+    store.create = created
+    store.get = lambda key: get(key) if is_shown(key) else None
+    store.names = lambda folder: [name for name in names(folder) if is_shown(f"{folder}/{name}")]
+    born["lives/new.00000000"] = 0
+    for _ in range(5):
+        with contextlib.suppress(UnreachableError):
+            member.join(reference.start())
+            break
+    assert member.rounds.life.startswith("00000001-")
+    assert [key for key in store.objects if key.startswith("lives")] == [
+        "lives/new.00000000",
+        "lives/new.00000001",
+    ]
 
 
 def test_a_run_that_has_begun_is_not_begun_again(clock):

@@ -13,7 +13,7 @@ import pytest
 import reference_chunks as chunks
 import reference_local_steps as reference
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import mesh, rows, some
 
 import jaxsparse
@@ -483,6 +483,47 @@ def test_steps_are_counted_without_a_number():
     assert not np.allclose(flat(finished.params), flat(saved.params), atol=0.1)
 
 
+PACES = {
+    # Fragment 1 begins after 2 steps with an overlap of 4, and again after 5.
+    "beside": ([(4, 6, 4), (3, 3, 2), (4, 8, 0)], 0.25),
+    "shorter": ([(5, 6, 5), (6, 6, 0), (2, 6, 3)], 0.0),
+    # After the last step the new number says that fragment 0 has just been exchanged.
+    "ends": ([(7, 4, 0), (0, 7, 0)], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", PACES)
+def test_another_pace_loses_no_step(name):
+    """Runs of (steps, every, overlap): exchanges on their way arrive as they began."""
+    paces, mixing = PACES[name]
+    tree = moves(sum(steps for steps, *_ in paces), 2)
+    make = lambda every, overlap: LocalSteps(
+        walk, *diloco(), 2, every=every, streaming=outer.Streaming(3, overlap, mixing)
+    )
+    found, own, state = [], [], None
+    for steps, *pace in paces:
+        train = make(*pace)
+        state = train.init((START, jnp.int32(0))) if state is None else state
+        for _ in range(steps):
+            state, _ = train(state, at(tree, len(found)), len(found))
+            found.append(flat(state.params))
+            own.append(own_of(state))
+    state = train.finish(state)
+    of_steps = lambda i: [pace[i] for pace in paces for _ in range(pace[0])] + [paces[-1][i]]
+    expected, expected_own = reference.train(
+        flat(START),
+        as_vectors(tree),
+        reference.nesterov(0.7, 0.9),
+        of_steps(1),
+        fragments=[EMBEDDING, np.concatenate(LAYERS[::2]), LAYERS[1]],
+        overlap=of_steps(2),
+        mixing=mixing,
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    close([*found, flat(state.params)], expected)
+    close([*own, own_of(state)], expected_own)
+
+
 def test_a_state_is_not_counted_inside_a_program():
     train = LocalSteps(walk, *diloco(), 2, every=2)
     state = train.init((START, jnp.int32(0)))
@@ -569,6 +610,52 @@ def test_statistics_are_averaged_by_choice():
             np.testing.assert_allclose(seen, [first] * 3, rtol=1e-5)
     second = first + batches[2:, [0, 2]].sum(0).mean(0)  # of the workers that are not broken
     np.testing.assert_allclose(seen, [second] * 3, rtol=1e-5)
+
+
+def optimizing(tx):
+    """A step of gradients of a least squares' loss."""
+
+    def step(state, batch):
+        params, opt_state = state
+        loss_of = lambda p: jnp.mean((batch @ p["w"] - 1) ** 2) + jnp.sum((p["b"] - 1) ** 2)
+        grads = jax.grad(loss_of)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), ()
+
+    return step
+
+
+def test_second_copies_of_parameters_are_told_and_averaged():
+    free = optax.contrib.schedule_free_sgd(0.1)
+    batches = np.random.default_rng(0).normal(size=(3, 2, 5, 4)).astype(np.float32)
+    start = {"w": jnp.arange(8.0).reshape(4, 2), "b": jnp.zeros(2)}
+    make = lambda tx, **more: LocalSteps(optimizing(tx), *MEAN, 2, every=3, **more)
+    whole = lambda tx, params=start: (params, tx.init(params))
+    madgrad = optax.contrib.madgrad(0.1)
+    ema = {"params": start, "mean": start, "seen": jnp.zeros((4, 2))}
+    nothing = jax.tree.map(jnp.zeros_like, start)
+    for train, state, found in (
+        (make(free), whole(free), r"leaf\[1\].z\['b'\] starts .*so do 2 arrays"),
+        (make(free), whole(free, nothing), r"leaf\[1\].z\['b'\] starts .*so do 2 arrays"),
+        (make(madgrad), whole(madgrad), r"leaf\[1\].*x0\['w'\] starts .*so do 1 arrays"),
+        (make(free, params=lambda s: s["params"]), ema, r"leaf\['mean'\]\['w'\] starts "),
+    ):
+        with pytest.warns(UserWarning, match=found):
+            train.init(state)
+    adam = optax.adam(0.1)
+    make(adam).init(whole(adam))  # moments are no copies
+    some = {"w": jnp.zeros((0, 2)), "b": jnp.arange(2.0)}
+    make(adam, params=lambda s: s["p"]).init({"p": some, "mean": {"w": some["w"]}})
+
+    train = make(free, average=lambda s: s[1].z)
+    state = train.init(whole(free))
+    alone = [whole(free)] * 2
+    for batch in batches:
+        state, _ = train(state, batch.reshape(10, 4))
+        alone = [optimizing(free)(one, x)[0] for one, x in zip(alone, batch)]
+    for name in start:
+        expected = np.mean([one[1].z[name] for one in alone], 0)
+        np.testing.assert_allclose(state.worker[1].z[name].value, [expected] * 2, rtol=1e-5)
 
 
 def test_statistics_stay_if_all_workers_are_broken():
@@ -754,6 +841,72 @@ def test_wrong_calls():
         two(one.init(tree), jnp.ones((2, 1)), 0)
 
 
+def test_parameters_are_picked_by_their_type():
+    """And where one array stands in two places."""
+    state = {"model": {"w": jnp.ones(2), "number": jnp.int32(3)}, "rate": jnp.ones(())}
+    state["seen"] = state["model"]["w"]
+    is_float = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    pick = lambda s: jax.tree.map(lambda x: x if is_float(x) else None, s["model"])
+    step = lambda s, b: (s | {"model": s["model"] | {"w": s["model"]["w"] - b[0]}}, ())
+    train = LocalSteps(step, *MEAN, 2, params=pick)
+    state, _ = train(train.init(state), jnp.float32([[1, 2], [3, 4]]))
+    np.testing.assert_allclose(state.params["w"], [-1, -2])
+    assert state.params["number"] is None
+    np.testing.assert_array_equal(state.worker["seen"].value, np.ones((2, 2)))
+
+
+def shaped(tree):
+    of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return jax.tree.map(of, tree)
+
+
+def test_init_of_shapes_is_that_of_arrays():
+    """With their shardings, where a worker has axes of its own."""
+    where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    cut = {"w": P(None, "fsdp"), "b": P()}
+    cut = {name: NamedSharding(where, spec) for name, spec in cut.items()}
+    params = {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}
+    params, adam = jax.device_put(params, cut), optax.adam(0.1)
+    exchange = functools.partial(jaxsparse.powersgd, 2, is_dense=lambda _, shape: len(shape) < 2)
+    make = lambda where, **more: LocalSteps(
+        optimizing(adam),
+        exchange(**more),
+        optax.sgd(1.0, 0.9),
+        where,
+        every=4,
+        weight=lambda x: x.sum(),
+        streaming=outer.Streaming(2, split=lambda path: int("b" in path)),
+    )
+    train, state = make(where, mesh=where, specs=params), (params, adam.init(params))
+    found, expected = train.init(shaped(state)), train.init(state)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    placed = lambda x: (x.shape, x.dtype, x.sharding.shard_shape(x.shape), x.sharding.mesh)
+    assert jax.tree.map(placed, found) == jax.tree.map(placed, expected)
+    assert placed(found.outer[0][1][0].trace["w"])[2] == (64, 4)
+    for wrong, init, match in (
+        (make(where), lambda train: train.init(shaped(state)), "give the transformation specs="),
+        (train, lambda train: jax.eval_shape(train.init, state), "init is traced, as in jax.eval"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            init(wrong)
+    train = make(2, workers=2)
+    found = train.init(jax.eval_shape(lambda: state))
+    shape = lambda x: (x.shape, x.dtype)
+    alone = jax.tree.map(np.asarray, state)
+    assert jax.tree.map(shape, found) == jax.tree.map(shape, train.init(alone))
+
+
+def test_a_state_that_was_taken_is_told():
+    train = LocalSteps(lambda s, b: ((s[0] - b[0],), ()), *MEAN, 2)
+    state, batch = train.init((jnp.zeros(2),)), jnp.ones((2, 2))
+    kept = jax.tree.map(jnp.copy, state.params)
+    train(state, batch)
+    for call in (lambda: train(state, batch), lambda: train.finish(state)):
+        with pytest.raises(ValueError, match="the state is deleted, because an earlier call took"):
+            call()
+    np.testing.assert_array_equal(kept, [0, 0])
+
+
 def test_wrong_weights():
     fine = lambda s, b: ((s[0] - b.mean(),), ())
     make = lambda weight: LocalSteps(fine, *diloco(), 2, weight=weight)
@@ -783,7 +936,8 @@ def test_wrong_states():
         ({"params": lambda s: ()}, "params picks nothing"),
         ({"average": lambda s: s[1]}, "average picks leaf, which is int32"),
         ({"params": lambda s: jnp.zeros(3)}, "which is no leaf of the state"),
-        ({"params": lambda s: s[1].astype(jnp.float32)}, "must pick arrays of the state as they"),
+        ({"params": lambda s: s[1].astype(jnp.float32)}, "which is no leaf of the state"),
+        ({"params": lambda s: s[0] if s[1] > 0 else s}, "must pick arrays of the state as they"),
         ({"streaming": outer.Streaming(4, split=lambda path: 0)}, "no leaf is left for fragment 1"),
         ({"streaming": outer.Streaming(2, split=lambda path: 2)}, "split gives 2 for leaf"),
     ):

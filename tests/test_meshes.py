@@ -577,7 +577,8 @@ class TestDoors:
         params = put(where, {name: jnp.zeros(s) for name, s in SHAPES.items()})
         state = tx.init(params)
         axes = jax.tree.map(
-            lambda spec: 0 if spec == P("hosts") else None, jaxsparse.specs(state, "hosts")
+            lambda spec: 0 if spec == P("hosts") else None,
+            jaxsparse.specs(state, "hosts", inner=False),
         )
         rows = jaxsparse.comm.marks.map_marked(lambda x, own: x[:, None] if own else x, state)
         update = jax.vmap(
@@ -597,7 +598,7 @@ class TestDoors:
         tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=is_bias)
         params = put(where, {name: jnp.zeros(s) for name, s in SHAPES.items()})
         state = shard(tx.init(params), where, "hosts")
-        spread = jaxsparse.specs(state, "hosts")
+        spread = jaxsparse.specs(state, "hosts", inner=False)
         update = jax.shard_map(
             lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
             mesh=where,

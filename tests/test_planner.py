@@ -333,6 +333,8 @@ def test_the_shell_answers(capsys):
     assert shell.main([*SHELL, "--nats", "0.2", "--steps", "1000"]) == 0
     found = plan(10**6, 3, Link(50e-6, 1.25e5), 0.5, nats=0.2, steps=1000)
     assert capsys.readouterr().out == f"{found}\n"
+    dense = f"a step takes {found.dense.step:.3g} s with its exchange, for which a worker receives "
+    assert dense in str(found)
     assert shell.main([*SHELL, "--json", "--optimizer", "muon"]) == 0
     content = json.loads(capsys.readouterr().out)
     found = plan(10**6, 3, Link(50e-6, 1.25e5), 0.5, optimizer="muon")
@@ -353,9 +355,12 @@ def test_the_shell_answers(capsys):
         ([*SHELL, "--nats", "-1"], "nats=-1.0 must be at least 0"),
         ([*SHELL, "--optimizer", "sgd"], "optimizer='sgd' is unknown"),
         ([*SHELL, "--latency", "0"], "latency=0.0 must be positive"),
-        ([*SHELL, "--steps", "1.5"], "argument --steps: invalid count value: '1.5'"),
-        ([*SHELL, "--latency", "50"], "argument --latency: invalid time value: '50'"),
-        ([*SHELL, "--memory-bandwidth", "2"], "--memory-bandwidth: invalid bandwidth value: '2'"),
+        ([*SHELL, "--steps", "1.5"], "'1.5' is not a whole number from 1 on, such as 84000"),
+        (
+            [*SHELL, "--latency", "50"],
+            "'50' has no unit: give a number with its unit, such as",
+        ),
+        ([*SHELL, "--memory-bandwidth", "2"], "'2' can't be read: give a number with its unit, su"),
     ],
 )
 def test_the_shell_names_what_is_wrong(arguments, message, capsys):

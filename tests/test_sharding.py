@@ -51,6 +51,26 @@ def test_specs_find_per_worker_arrays_by_type_and_by_path():
     assert len(marked) == 4  # residual and momentum of two kernels; nnx.split forgot their types
 
 
+def test_specs_keep_how_arrays_are_cut_over_other_axes():
+    where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    cut = {"w": P(None, "fsdp"), "b": P("fsdp"), "s": P()}
+    shapes = {"w": (4, 8), "b": (4,), "s": ()}
+    put = lambda name: jax.device_put(jnp.ones(shapes[name]), NamedSharding(where, cut[name]))
+    params = {name: put(name) for name in shapes}
+    tree = jaxsparse.shard({"params": params, "kept": PerWorker.wrap(params)}, where)
+    rows = {"w": P("data", None, "fsdp"), "b": P("data", "fsdp"), "s": P("data")}
+    found = specs(tree)
+    assert found["params"] == cut
+    assert {name: x.value for name, x in found["kept"].items()} == rows
+    shaped = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+    assert specs(shaped) == found
+    alone = specs(tree, inner=False)
+    assert alone["params"] == dict.fromkeys(cut, P())
+    assert {name: x.value for name, x in alone["kept"].items()} == dict.fromkeys(cut, P("data"))
+
+
 def test_shard_repeats_the_initial_value_and_is_idempotent():
     tree = {"a": PerWorker.wrap(jnp.arange(3.0)), "b": jnp.arange(3.0)}
     for where in (mesh(5), 5):

@@ -54,6 +54,15 @@ def arrays(model):
     return eqx.filter(model, eqx.is_array)
 
 
+def test_parameters_of_a_module_are_picked_by_type():
+    start = Model(), optax.adam(0.1).init(arrays(Model()))
+    pick = lambda state: eqx.filter(state[0], eqx.is_inexact_array)
+    train = LocalSteps(lambda s, x: (s, ()), dense(), optax.sgd(1.0), 2, params=pick)
+    found, expected = train.init(start).params, pick(start)
+    assert jax.tree.leaves(expected)
+    jax.tree.map(np.testing.assert_array_equal, arrays(found), expected)
+
+
 @pytest.mark.slow
 def test_local_steps_of_a_module():
     tx = optax.sgd(0.1)

@@ -216,6 +216,7 @@ def test_function_lowered_compiled_and_text_agree():
     assert [moved.received for moved in results] == [112]
     for wrapped in (nnx.jit(jitted), equinox.filter_jit(jitted)):  # whose names differ
         assert wire_bytes(wrapped, x).received == 112
+        assert wire_bytes(wrapped.lower(x).compile()).received == 112
 
 
 def test_wrong_programs_are_refused():

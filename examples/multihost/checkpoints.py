@@ -206,7 +206,9 @@ class Checkpoints:
             shape = (progress.workers, *x.shape[1:])
             return np.broadcast_to(np.zeros((), x.dtype), shape)  # has the memory of one element
 
-        arguments = ocp.args.StandardRestore(jax.tree.map(target, like, jaxsparse.specs(like)))
+        arguments = ocp.args.StandardRestore(
+            jax.tree.map(target, like, jaxsparse.specs(like, inner=False))
+        )
         handler = ocp.StandardCheckpointHandler()
         restored = _read(lambda: handler.restore(folder / "state", args=arguments))
         state = _read(lambda: jaxsparse.verified(restored))
@@ -301,6 +303,6 @@ def _described(tree: Any) -> dict[str, str]:
         shape = x.shape if spec == PartitionSpec() else x.shape[1:]
         return f"{x.dtype}{list(shape)}"
 
-    found = jax.tree.map(describe, tree, jaxsparse.specs(tree))
+    found = jax.tree.map(describe, tree, jaxsparse.specs(tree, inner=False))
     leaves = jax.tree_util.tree_leaves_with_path(found)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

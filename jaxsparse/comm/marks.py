@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from jaxsparse.arrays.layout import check_arrays
@@ -107,9 +107,14 @@ def is_stand_in(tree: Any) -> bool:
     return isinstance(tree, _STAND_IN)
 
 
+def key_name(key: Any) -> str:
+    """The name of a field or of a dictionary's item. Flax and Orbax make keys of fields."""
+    return str(getattr(key, "name", getattr(key, "key", "")))
+
+
 def is_marked(path: KeyPath) -> bool:
     """Whether the leaf at `path` is per-worker."""
-    return PerWorker._fields[0] in (str(getattr(k, "name", getattr(k, "key", ""))) for k in path)
+    return PerWorker._fields[0] in map(key_name, path)
 
 
 def check_wrapped(name: str, value: Any) -> None:
@@ -132,18 +137,28 @@ def own_leaves(tree: Any) -> list[tuple[KeyPath, Any]]:
     return [(path, leaf) for path, leaf in leaves if is_marked(path)]
 
 
-def specs(tree: Any, axis_name: str = "data") -> Any:
+def specs(tree: Any, axis_name: str = "data", *, inner: bool = True) -> Any:
     """Partition specs of `tree`, in its own structure, for `jax.shard_map` and `NamedSharding`.
 
     Args:
         tree: any pytree. Key paths identify marked arrays, so a state that `nnx.split` took apart
             works, too.
         axis_name: the mesh axis of the workers.
+        inner: whether to keep how arrays, or shapes with a sharding, are cut over other axes of
+            the mesh. A `jax.shard_map` that leaves these to JAX (`axis_names={axis_name}`) takes
+            False.
 
     Returns:
-        `PartitionSpec(axis_name)` for each per-worker array, and `PartitionSpec()` for all others.
+        `PartitionSpec(axis_name, ...)` for each per-worker array. For all others `PartitionSpec()`
+        or, with `inner`, the partition that the array has.
     """
-    return map_marked(lambda _, own: PartitionSpec(axis_name) if own else PartitionSpec(), tree)
+
+    def of(x: Any, is_own: bool) -> PartitionSpec:
+        sharding = getattr(x, "sharding", None) if inner else None
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        return PartitionSpec(axis_name, *spec[1:]) if is_own else spec
+
+    return map_marked(of, tree)
 
 
 def _is_variable(node: Any) -> bool:

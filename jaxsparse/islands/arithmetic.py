@@ -10,6 +10,7 @@ moves the others only if it passes rounds of theirs, and an island's own moves o
 
 import functools
 import hashlib
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,7 @@ from jaxsparse.outer.worker import (
     picked,
     put_back,
     replaced,
+    second_copies,
     skips,
     taken,
     widened,
@@ -105,7 +107,14 @@ class Arithmetic:
                 "without a residual, such as by jaxsparse.dense: leave compression to exchange"
             )
         check_arrays("leaf", state)
-        picked("params", self.pick, state)  # raises
+        if found := second_copies(self.pick, None, state):  # raises where `pick` is wrong
+            warnings.warn(
+                f"{found[0]} starts as a copy of the parameters (so do {len(found)} arrays of the "
+                "state), and islands exchange parameters alone: copies stray from each other, and "
+                "an optimizer that goes by them pulls parameters back (docs/local.md). Take one "
+                "without, or leave a mean of parameters out and make it of state.params",
+                stacklevel=2,
+            )
         params = self._widen(self.pick(state))
         outer = self._init_state(params)
         check_optimizer(outer[0][1])

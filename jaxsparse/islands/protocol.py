@@ -99,8 +99,10 @@ class Rounds:
         listed = (pair for pair in _list_pairs(self.store, "lives") if pair[0] == self.name)
         number = max((int(n) + 1 for _, n in listed if _ROUND.fullmatch(n)), default=0)
         key = f"lives/{self.name}.{number:08d}"
-        self.store.create(key, word.encode())
-        if self.store.get(key) != word.encode():  # another one was faster, or the list is old
+        # A store that shows a new object late is believed that it took it: another try would make
+        # another object. An answer may be that of a second request, so "no" is looked into.
+        if not self.store.create(key, word.encode()) and self.store.get(key) != word.encode():
+            # Another one was faster, or the list is old.
             raise not_shown(self.store, f"the object {key} that it was given")
         self.life = f"{number:08d}-{word}"
         return self.life

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.settings import static_count, static_float
-from jaxsparse.islands.arithmetic import Arithmetic, structs
+from jaxsparse.islands.arithmetic import Arithmetic, Shared, has_residual, structs
 from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.processes import is_first, lead
@@ -287,9 +287,11 @@ class Islands:
     def leave(self, state: IslandState, patience: float | None = None) -> IslandState:
         """Ends training on this island: exchanges what it still has to say, and waits for that.
 
-        If there is no decision in time, because others are still in their steps or fewer than
-        `quorum` islands are left, it warns, and the returned state still owes what it moved. What
-        it has sent counts all the same, if others decide on that round later.
+        A message that others have not waited for is sent again. If there is no decision in time,
+        because others are still in their steps or fewer than `quorum` islands are left, it warns,
+        and the returned state still owes what it moved. What it has sent counts all the same, if
+        others decide on that round later. It also warns of moves that came late and are lost,
+        because `exchange` keeps no residual.
 
         Args:
             state: from the last call.
@@ -307,10 +309,19 @@ class Islands:
             return max(0.0, began + patience - time.monotonic())
 
         state = self._finish(state, left())
-        owed = set(range(self._fragments))  # without steps, all but the last one have moves
-        while owed and self._running is None and (state.steps or self._fragments > 1):
-            owed -= {self._member.rounds.part(state.round)}
+        part, parts = self._member.rounds.part, self._fragments
+        # Without steps, all fragments but the last one have moves.
+        owed, lost = set(range(parts)) if state.steps or parts > 1 else set(), set[int]()
+        for _ in range(3 * parts):  # others may be faster each time
+            if not owed or self._running is not None:
+                break
+            round = state.round
             state = self._finish(self._begin(state), left())
+            reports = [each for each in self._member.reports if each.round >= round]
+            owed -= {part(each.round) for each in reports if each.counted}
+            keeps = has_residual(Shared(state.params, state.outer))
+            if self._running is None and part(round) in owed and not keeps:
+                owed, lost = owed - {part(round)}, lost | {part(round)}
         if patience is None and self._running is not None and lead(self._running.is_silent):
             state = self._finish(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
@@ -322,6 +333,14 @@ class Islands:
                 f"for in vain for {time.monotonic() - began:.0f} s: what it has sent counts if "
                 "others decide later, and the rest is in its own state alone. To go on, give that "
                 "to join",
+                stacklevel=2,
+            )
+        elif owed or lost:
+            warnings.warn(
+                f"{self._member.name} leaves in round {state.round}, and others decided without "
+                f"its messages: of {parts} fragments, what it moved of {sorted(owed)} is in its "
+                f"own state alone, and what it moved of {sorted(lost)} is lost, because exchange "
+                "keeps no residual",
                 stacklevel=2,
             )
         lead(self._await_snapshot, left())

@@ -30,9 +30,10 @@ from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.meshes import inner_axes
 from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.outer.worker import LocalState, Select, Step, Worker
+from jaxsparse.outer.worker import LocalState, Select, Step, Worker, second_copies
 from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
 from jaxsparse.training.check import check
@@ -67,7 +68,8 @@ class LocalSteps:
     mean over workers. An outer step then takes the displacement D_w = theta - theta_w on each
     worker, where theta are the global parameters and theta_w its own. `exchange` takes D_w for a
     gradient, and `optimizer` the mean D. The update is added to theta, and all workers go on from
-    there. Inner optimizer states, which differ between workers, are neither reset nor averaged.
+    there. Inner optimizer states, which differ between workers, are neither reset nor averaged. See
+    `average` for those that hold a second copy of the parameters.
 
     docs/local.md has the pairs of exchange and optimizer that are published (DiLoCo, SparseLoCo,
     local SGD, BMUF), what they cost, and which to begin with.
@@ -82,9 +84,10 @@ class LocalSteps:
     **Randomness.** All workers start with the same state, keys included. Fold the worker's number
     in where a key is used: `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
-    **Going on.** A saved state is all that training needs: it knows how many steps it has done. To
-    go on with another number of workers, save right after an outer step: `jaxsparse.reshard`
-    averages the progress of workers since then, and would spread numbers that are not finite.
+    **Going on.** A saved state is all that training needs: it knows how many steps it has done, and
+    which exchanges are on their way, so `every` and `overlap` may be others from then on. To go on
+    with another number of workers, save right after an outer step: `jaxsparse.reshard` averages the
+    progress of workers since then, and would spread numbers that are not finite.
 
     **The end.** Steps after the last outer step are not in `state.params`. `finish` exchanges
     them, too.
@@ -119,9 +122,10 @@ class LocalSteps:
             begins with an outer step.
         params: function that picks the parameters from a state. None: `state.params`, or the first
             item of a plain tuple. For an nnx state: `lambda s: nnx.filter_state(s, nnx.Param)`.
-        average: function that picks statistics from a state, such as those of BatchNorm. Each outer
-            step (of fragment 0, with streaming) averages them over workers. They travel
-            uncompressed. None: each worker keeps its own.
+        average: function that picks statistics from a state, such as those of BatchNorm, or second
+            copies of parameters, such as schedule-free's z or a mean over steps. Each outer step
+            (of fragment 0, with streaming) averages them over workers. They travel uncompressed.
+            None: each worker keeps its own, and `init` warns of copies that it sees.
         weight: function of a worker's share of a batch that gives what it counts, such as its
             number of tokens: a real scalar, at least 0. A displacement then counts what its steps
             weigh together, so that the mean is over all tokens (`jaxsparse.weighted`). One of
@@ -190,8 +194,9 @@ class LocalSteps:
         self._worker, self._mesh, self._axis_name = worker, mesh, axis_name
         self._is_checked = self._has_met = False
         self._group = group_of(mesh) if isinstance(mesh, Mesh) else None
-        # The number of steps that the last state had done. Reading it from its array would wait.
-        self._last: tuple[Any, int] = (None, 0)
+        # How many steps the last state had done, and when its exchanges arrive. Reading that from
+        # its arrays would wait.
+        self._last: tuple[Any, int, list[int]] = (None, 0, [])
 
         run = functools.partial(
             run_on_workers, mesh=mesh, axis_name=axis_name, donate_argnums=0, via=via
@@ -212,11 +217,39 @@ class LocalSteps:
         self._left = alone(worker.left, donate_argnums=())
 
     def init(self, state: Any) -> LocalState:
-        """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
-        start = self._worker.start(held(state))
+        """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`.
+
+        Of `jax.ShapeDtypeStruct`s it makes shapes with shardings, to compile ahead of time. If they
+        have shardings over other axes of the mesh, the exchange needs `mesh` and `specs`.
+        """
+        state = held(state)
+        leaves = jax.tree.leaves(state)
+        inner = inner_axes(self._mesh, self._axis_name) if isinstance(self._mesh, Mesh) else ()
+        if inner and any(isinstance(x, jax.core.Tracer) for x in leaves):
+            raise ValueError(
+                "init is traced, as in jax.eval_shape(train.init, state), so it can't see how "
+                f"arrays are cut over the axes {dict(inner)}: give train.init(state) the shapes "
+                "themselves, jax.ShapeDtypeStructs with a sharding"
+            )
+        is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        made = functools.partial(shapes_of, mesh=self._mesh) if is_abstract else Worker.start
+        start = made(self._worker, state)
         for p in range(self.streaming.fragments):
-            check(self._worker.outer, self._worker.part(start.params, p), axis_name=self._axis_name)
-        return shard(start, self._mesh, self._axis_name)
+            part = jax.eval_shape(functools.partial(self._worker.part, fragment=p), start.params)
+            check(self._worker.outer, part, axis_name=self._axis_name)
+        whole = start if is_abstract else shard(start, self._mesh, self._axis_name)
+        own = held(_unmarked(whole.worker))
+        found = second_copies(self._worker.params, self._worker.average, own)
+        if found:
+            warnings.warn(
+                f"{found[0]} starts as a copy of the parameters (so do {len(found)} arrays of the "
+                "state), and each worker keeps its own: copies stray from each other, and an "
+                "optimizer that goes by them pulls parameters back. Average them, as by "
+                "average=lambda state: state[1].z, at the cost of a dense exchange. A copy that "
+                "stays as it is, such as Prodigy's params0, needs nothing",
+                stacklevel=2,
+            )
+        return whole
 
     def __call__(
         self, state: Any, batch: Any, t: int | None = None, *rest: Any
@@ -237,7 +270,7 @@ class LocalSteps:
         """
         if not isinstance(state, LocalState):
             state = self.init(state)
-        t = self._done("t", t, state)
+        t, arrives = self._done("t", t, state)
         if not self._has_met:
             self._meet("goes on", t)
         if not self._is_checked:
@@ -249,13 +282,17 @@ class LocalSteps:
             state = state._replace(worker=worker, steps=steps, weight=weight)
         else:
             self._meet("exchanges", t)
+            if arrives[fragment] > t:  # it began with a longer overlap
+                state = self.mixed[fragment](state)
             state, out = self.streamed[fragment](state, batch, *rest)
-        if (fragment := self.due(t + 1 - overlap)) is not None:
-            if not overlap:
-                self._meet("exchanges", t + 1)
-            program = self.mixed if overlap else self.outer
-            state = program[fragment](state)
-        self._last = state.steps, t + 1
+            arrives[fragment] = t + overlap
+        for p in [p for p, at in enumerate(arrives) if at == t + 1]:
+            state = self.mixed[p](state)
+        if not overlap and (fragment := self.due(t + 1)) is not None:
+            self._meet("exchanges", t + 1)
+            state = self.outer[fragment](state)
+            arrives[fragment] = t + 1
+        self._last = state.steps, t + 1, arrives
         return state, _unmarked(out)
 
     def lower(self, state: Any, batch: Any, t: int | None = None, *rest: Any) -> jax.stages.Lowered:
@@ -282,24 +319,22 @@ class LocalSteps:
         Raises:
             ValueError: `steps` is not this number, or the state has other fragments.
         """
-        steps = self._done("steps", steps, state)
+        steps, arrives = self._done("steps", steps, state)
         self._check_fragments(state)
         self._meet("finishes", steps)
-        overlap = self.streaming.overlap
-        for begun in range(steps - overlap + 1, steps):
-            if (p := self.due(begun)) is not None:
-                state = self.mixed[p](state)
-        done = None if overlap else self.due(steps)
+        for p in [p for p, at in enumerate(arrives) if at > steps]:
+            state = self.mixed[p](state)
+        mixes_at_once = self.streaming.mixing and not self.streaming.overlap
         for p, exchange in enumerate(self.outer):
             # Workers that mix are elsewhere right after an exchange, too.
-            is_due = p != done
+            is_due = not (mixes_at_once and arrives[p] == steps)
             for _ in range(2):
                 left, outcome = jax.device_get((self._left(state), state.outcome))
                 if left[p] and (is_due or outcome[p] == 1):
                     state = exchange(state)
                 is_due = False
         state = self._settled(state) if self.streaming.mixing else state
-        self._last = state.steps, steps
+        self._last = None, 0, []
         return state
 
     def due(self, steps: int) -> int | None:
@@ -314,9 +349,11 @@ class LocalSteps:
         place, count = (steps - began) % every, self.streaming.fragments
         return next((p for p in range(count) if p * every // count == place), None)
 
-    def _done(self, name: str, given: Any, state: LocalState) -> int:
-        """The number of steps that a state has done. ValueError: `given` is no int, or another."""
-        last, steps = self._last
+    def _done(self, name: str, given: Any, state: LocalState) -> tuple[int, list[int]]:
+        """How many steps a state has done, and after how many each fragment's exchange arrives.
+
+        ValueError: `given` is no int, or another number than that of the steps.
+        """
         is_number = isinstance(given, numbers.Integral | None) and type(given) is not bool
         if isinstance(state.steps, jax.core.Tracer) or not is_number:
             raise ValueError(
@@ -324,16 +361,22 @@ class LocalSteps:
                 f"pass int({name}), and keep the call outside of jax.jit. (Further arguments of "
                 "the step stand behind it, as in train(state, batch, None, key).)"
             )
+        last, steps, arrives = self._last
+        # Steps and exchanges take all arrays of a part, so one of each tells.
+        some = [jax.tree.leaves(part)[0] for part in (state.worker, state.params, state.steps)]
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in some):
+            raise ValueError(
+                "the state is deleted, because an earlier call took it: go on with the state that "
+                "call returned, and copy what you keep, as jax.tree.map(jnp.copy, state)"
+            )
         if state.steps is not last:
-            # NumPy reads it, because a context mesh may have other devices.
-            own = state.steps
-            steps = int(np.asarray(own.addressable_data(0) if isinstance(own, jax.Array) else own))
+            steps, arrives = int(_read(state.steps)), _read(state.arrives).tolist()
         if given is not None and given != steps:
             raise ValueError(
                 f"{name}={given}, but {steps} steps are done: pass {name}={steps}, the number of "
                 "steps of the whole run, over all epochs, or leave it out"
             )
-        return steps
+        return steps, [*arrives]
 
     def _meet(self, what: str, steps: int) -> None:
         """Compares with other processes when they exchange. Exchanges are paired by their order.
@@ -409,6 +452,11 @@ class LocalSteps:
 def _of_held(f: Any) -> Any:
     """`f`, given trees whose Equinox modules are held (`comm.static_leaves`)."""
     return functools.wraps(f)(lambda *args: f(*held(args)))
+
+
+def _read(x: Any) -> np.ndarray:
+    """A replicated array. NumPy reads it, because a context mesh may have other devices."""
+    return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
 
 
 def _unmarked(tree: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import wire
-from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
+from jaxsparse.comm.marks import PerWorker, is_marked, key_name, map_marked
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback.store import is_exchange, states_in
 from jaxsparse.outer.fragments import Rows, Streaming
@@ -35,12 +35,15 @@ class LocalState(NamedTuple):
     Attributes:
         worker: each worker's own training state, marked `PerWorker`.
         params: the global parameters, equal on all workers, in float32 or wider. Evaluate these.
+            The next exchange deletes them: keep `jax.tree.map(jnp.copy, state.params)`.
         outer: the states of exchange and optimizer, for each fragment.
         outcome: int32[fragments], the outcome of each fragment's last exchange: 0 if it counted; 1
             if a worker's parameters or averaged statistics were not finite; 2 if a sum, the new
             global parameters or the new outer state were not.
         skipped: int32, number of exchanges that did not count.
         steps: int32, number of steps done.
+        arrives: int32[fragments], the number of steps after which the result of each fragment's
+            last exchange arrives, or has arrived. It is on its way while that is more than `steps`.
         weight: float32[fragments] of each worker, marked `PerWorker`: what its steps since a
             fragment's last exchange weigh. () if all workers count alike.
     """
@@ -51,6 +54,7 @@ class LocalState(NamedTuple):
     outcome: Int[Array, " fragments"]
     skipped: Int[Array, ""]
     steps: Int[Array, ""]
+    arrives: Int[Array, " fragments"]
     weight: Any = ()
 
 
@@ -106,6 +110,7 @@ class Worker(NamedTuple):
             outcome=jnp.zeros((len(parts),), jnp.int32),
             skipped=jnp.int32(0),
             steps=jnp.int32(0),
+            arrives=jnp.zeros((len(parts),), jnp.int32),
             weight=() if self.weight is None else PerWorker.wrap(jnp.zeros((len(parts),))),
         )
 
@@ -156,6 +161,7 @@ class Worker(NamedTuple):
         worker = PerWorker.unwrap(state.worker)
         for fragment in fragments:
             worker = self._mixed(worker, state, fragment, mixing)
+            state = state._replace(arrives=state.arrives.at[fragment].min(state.steps))
         return state._replace(worker=PerWorker.wrap(worker))
 
     def left(self, state: LocalState) -> Bool[Array, " fragments"]:
@@ -205,6 +211,7 @@ class Worker(NamedTuple):
             outer=tuple(outer),
             outcome=state.outcome.at[fragment].set(outcome),
             skipped=state.skipped + jnp.where(ok, 0, 1),
+            arrives=state.arrives.at[fragment].set(state.steps + self.streaming.overlap),
             weight=PerWorker.wrap(weight),
         )
 
@@ -389,19 +396,56 @@ def picked(name: str, select: Select | None, state: Any) -> list[int]:
     if select is None:
         return []
     leaves, treedef = jax.tree.flatten(state)
+    found: list[tuple[Any, int | None]] = []
+
+    def look(leaves: list[Array]) -> None:
+        # Each is an object of its own, and an array as functions that pick by type expect it.
+        places = {id(x): i for i, x in enumerate(leaves)}
+        of_tree = tree_flatten_with_path(select(jax.tree.unflatten(treedef, leaves)))[0]
+        found.extend((path, places.get(id(x))) for path, x in of_tree)
+
     try:
-        found = tree_flatten_with_path(select(jax.tree.unflatten(treedef, range(len(leaves)))))[0]
+        jax.eval_shape(look, leaves)
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"{name} must pick arrays of the state as they are, without changing them: {error}"
         ) from error
     for path, i in found:
-        if type(i) is not int or not jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating):
-            what = jnp.result_type(leaves[i]) if type(i) is int else "no leaf of the state"
+        if i is None or not jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating):
+            what = "no leaf of the state" if i is None else jnp.result_type(leaves[i])
             raise ValueError(
                 f"{name} picks leaf{keystr(path)}, which is {what}: pick floating-point arrays of "
                 "the state as they are"
             )
     if not found:
         raise ValueError(f"{name} picks nothing of the state: pick at least one array")
-    return [i for _, i in found]
+    return [i for _, i in found if i is not None]
+
+
+def second_copies(params: Select, average: Select | None, state: Any) -> list[str]:
+    """The names of arrays that start as copies of the parameters, and are not averaged.
+
+    Schedule-free's z is known by its name. An abstract state has no values by which to know others.
+    """
+    skipped = {*picked("params", params, state), *picked("average", average, state)}
+    likes = dict(tree_flatten_with_path(params(state))[0])
+    found = []
+    for i, (path, x) in enumerate(tree_flatten_with_path(state)[0]):
+        at = next((n for n in range(1, len(path) + 1) if path[n:] in likes), None)
+        if at is None or i in skipped or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            continue
+        like = likes[path[at:]]
+        if jnp.shape(x) != jnp.shape(like) or 0 in jnp.shape(x):
+            continue
+        # A copy lies as its original does, and arrays of unlike types can't be compared.
+        is_known = not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+        is_known &= getattr(x, "sharding", None) == getattr(like, "sharding", None)
+        if key_name(path[at - 1]) == "z" or (is_known and bool(_is_copy(x, like))):
+            found.append(f"leaf{keystr(path)}")
+    return found
+
+
+@jax.jit
+def _is_copy(x: Array, like: Array) -> Bool[Array, ""]:
+    """Whether an array is a copy. Zeros of moments are none of the zeros of a bias."""
+    return jnp.all(x == narrow(like, x.dtype)) & (jnp.max(x) != jnp.min(x))

@@ -77,9 +77,9 @@ class Forecast(NamedTuple):
     """A run by one recipe. Bytes and seconds of a step are means."""
 
     recipe: Recipe
-    received: float  # bytes that a device receives in a step
+    received: float  # bytes that a worker, maybe of many devices, receives in a step
     exchange: float  # seconds of an exchange
-    step: float  # seconds of a step
+    step: float  # seconds of a step, with its share of an exchange
     hours: float  # of the whole run
     cost: Cost
     overlap: int = 0  # steps of an island beside an exchange
@@ -253,6 +253,6 @@ def _told(forecast: Forecast) -> str:
     power = min(3, max(0, int(math.log10(max(forecast.received, 1)) // 3)))
     received = f"{forecast.received / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
     return (
-        f"a device receives {received} and takes {forecast.step:.3g} s in a step, "
-        f"{forecast.hours:,.1f} hours in all"
+        f"a step takes {forecast.step:.3g} s with its exchange, for which a worker receives "
+        f"{received}; {forecast.hours:,.1f} hours in all"
     )

@@ -18,6 +18,9 @@ from jaxsparse.processes.group import ProcessGroup
 
 # Seconds for which the first process, which keeps the notes, stays until the others have read them.
 _FAREWELL = 5.0
+# Where the operations of an exchange stand, in the place of an operation.
+_ROOMS = "arrays", "quantize", "select", "codecs", "sketch", "collectives", "reducers", "systems"
+_EXCHANGES = [f"/jaxsparse/{room}/" for room in _ROOMS]
 _FILES = 5  # number of files with differences that a message names
 
 
@@ -112,18 +115,25 @@ def _missing(processes: Sequence[int], name: str, group: ProcessGroup) -> str:
 def _difference(group: ProcessGroup, theirs: list[str], mine: list[str]) -> str:
     """What differs first. Lines are a step's name, and digest and text of each of its parts."""
 
-    def only(lines: list[str], others: list[str]) -> str:
+    def unknown(lines: list[str], others: list[str]) -> list[str]:
         known = {line.partition(" ")[0] for line in others[1:]}
         split = [line.partition(" ") for line in lines[1:]]
-        texts = [text for digest, _, text in split if digest not in known]
+        return [text for digest, _, text in split if digest not in known]
+
+    def only(texts: list[str]) -> str:
         files = dict.fromkeys(re.findall(r"([^/\s]+\.py):", "\n".join(texts)))
         rest = f" (and {len(texts) - 1} more, in {', '.join([*files][:_FILES])})" if files else ""
         return texts[0] + rest if texts else "nothing else"
 
     first, me = group.members[0], jax.process_index()
+    ours, others = unknown(mine, theirs), unknown(theirs, mine)
+    # A program has no settings, such as a format, and all that follows from a difference differs.
+    place = next((text for text in ours if ".py:" in text), "")
+    is_exchange = any(room in place for room in _EXCHANGES)
+    advice = "Exchanges differ in system or settings (format, density). " if is_exchange else ""
     return (
         f"process {me} calls {mine[0]!r} and process {first} calls {theirs[0]!r}, which differ. "
-        f"Process {me} has: {only(mine, theirs)}. Process {first} has: {only(theirs, mine)}. Start "
+        f"Process {me} has: {only(ours)}. Process {first} has: {only(others)}. {advice}Start "
         "all processes with the same code, settings and seeds, and from the same checkpoint. "
         "Values that are to differ belong in a batch or in a PerWorker array."
     )

@@ -1,4 +1,4 @@
-"""Bytes that a compiled program moves between workers, collective by collective."""
+"""Bytes that a compiled program moves between devices, collective by collective."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CALLS = ("call", "fusion", "async")
 def wire_bytes(
     program: Any, *args: Any, mesh: Mesh | AbstractMesh | None = None, **kwargs: Any
 ) -> WireBytes:
-    """Counts the bytes that a compiled program moves between workers.
+    """Counts the bytes that a compiled program moves between devices.
 
     *Payload* is the size of the operands that one device hands to a collective. *Received* is the
     number of bytes that arrive at one device if the collective runs the bandwidth-optimal way, for
@@ -120,9 +120,11 @@ def _read(
         raise ValueError(f"only a jitted function takes arguments, no {type(program).__name__}")
     if is_text:
         return program, None
-    program = getattr(program, "lowered", program)  # of nnx.jit and equinox.filter_jit
+    # nnx.jit and equinox.filter_jit wrap both stages.
+    program = getattr(program, "lowered", program)
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()
+    program = getattr(program, "compiled", program)
     if not isinstance(program, jax.stages.Compiled):
         raise TypeError(
             f"program must be a jax.stages.Compiled, a jitted function or HLO text, not "

@@ -1,4 +1,4 @@
-"""The result types of `wire_bytes`: the bytes that one run of a program moves between workers."""
+"""The result types of `wire_bytes`: the bytes that one run of a program moves between devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Collective:
     name: str  #: the instruction's name in the HLO
     #: its operands as XLA prints them, for example `("f32[128]", "s32[]")`
     shapes: tuple[str, ...]
-    #: number of workers in its largest group. For a permutation, number of workers that send or
+    #: number of devices in its largest group. For a permutation, number of devices that send or
     #: receive.
     group_size: int
     #: bytes of the operands that one device hands over in one execution. The maximum over devices;
@@ -114,7 +114,7 @@ class WireBytes:
     collective belongs to the set of axes along which members of one of its groups differ, and all
     of its bytes count there. An all-reduce over hosts and devices together thus counts wholly
     across hosts: the algorithm decides how much of it a link between two hosts carries, and for one
-    worker that is at most all.
+    device that is at most all.
 
     Attributes:
         parts: every collective and every outermost conditional that communicates, in the compiled
@@ -147,7 +147,7 @@ class WireBytes:
 
     @property
     def rounds(self) -> int:
-        """The number of collectives executed in one run, without groups of one worker."""
+        """The number of collectives executed in one run, without groups of one device."""
         return sum(c.count for c in self.collectives if c.group_size > 1)
 
     @property

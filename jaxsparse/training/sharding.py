@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath, keystr, tree_leaves_with_path
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import wire
-from jaxsparse.comm.marks import check_wrapped, is_marked
+from jaxsparse.comm.marks import check_wrapped, is_marked, key_name, map_marked
 from jaxsparse.comm.meshes import inner_axes, kind_of, names_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.processes.agreement import compare_texts
@@ -197,8 +197,7 @@ def partition(
 
 def has_owners(tree: Any) -> bool:
     """Whether the tree holds a state of `zero1`, whose moments lie over the workers."""
-    name = lambda key: str(getattr(key, "name", getattr(key, "key", "")))
-    return any("owed" in map(name, path) for path, _ in tree_leaves_with_path(tree))
+    return any("owed" in map(key_name, path) for path, _ in tree_leaves_with_path(tree))
 
 
 def warn_of_copies(axis_name: str, args: Any) -> None:

@@ -38,7 +38,8 @@ def watch(step: jax.stages.Wrapped, mesh: Mesh, *, axis_name: str = "data") -> S
     Inside an outer `jax.jit` nothing is compared or read.
 
     Args:
-        step: a function that `jax.jit` made. Its arguments are arrays, and given by position.
+        step: a function that `jax.jit` or `nnx.jit` made. Its arguments are arrays, and given by
+            position.
         mesh: the mesh of the workers.
         axis_name: the mesh axis of the workers.
 
@@ -46,8 +47,8 @@ def watch(step: jax.stages.Wrapped, mesh: Mesh, *, axis_name: str = "data") -> S
         A function that behaves as `step`.
 
     Raises:
-        ValueError: the mesh has no such axis. At the call: an argument is given by name; or, with
-            several processes, one is static.
+        ValueError: the mesh has no such axis, or `step` is another function. At the call: an
+            argument is given by name; or, with several processes, one is static.
         RuntimeError: at the call: processes differ, or one does not come.
 
     Example:
@@ -56,6 +57,11 @@ def watch(step: jax.stages.Wrapped, mesh: Mesh, *, axis_name: str = "data") -> S
         2.0
     """
     count_workers(mesh, axis_name)
+    if not hasattr(step, "trace"):
+        raise ValueError(
+            f"step is a {type(step).__name__}, and must be a function that jax.jit or nnx.jit "
+            "made: give jax.jit(step), which takes Equinox modules here as they are"
+        )
     return checks_of(step, mesh, axis_name, reads_all=True)
 
 
