@@ -47,19 +47,23 @@ def is_bias(path, shape):
 
 
 @functools.cache
-def stepper(reducer, where, via=None, **settings):
+def stepper(reducer, where, way="rows", **settings):
     """An exchange of gradients with rows, the first state, and the parameters.
 
-    Given `via`, it is a step of one worker, by the other door.
+    Its way is by "rows", or one worker's code: "mapped", or "manual" over the workers' axis.
     """
     tx = jaxsparse.error_feedback(reducer, axis_name="hosts", is_dense=is_bias, **settings)
 
     params = put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-    if via is None:
+    if way == "rows":
         return (
             jax.jit(lambda grads, state: tx.update(grads, state, params)),
             tx.init(params),
             params,
         )
 
-    return stepped(tx, where, "hosts", via), shard(tx.init(params), where, "hosts"), params
+    return (
+        stepped(tx, where, "hosts", way == "manual"),
+        shard(tx.init(params), where, "hosts"),
+        params,
+    )

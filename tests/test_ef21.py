@@ -246,18 +246,18 @@ def test_other_numbers_of_workers_keep_the_law():
     assert int(state.steps) == 4  # kept, so no first gradient becomes the momentum again
 
 
-def on_mesh(where, via=None, **options):
+def on_mesh(where, is_manual=False, **options):
     tx = ef21_sgdm(systems.TopK(0.1), axis_name="hosts", is_dense=is_bias, momentum=0.5, **options)
-    run = stepped(tx, where, "hosts", via)
+    run = stepped(tx, where, "hosts", is_manual)
     return run, tx, put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2, 2), (2, 4)], ids=str)
-@pytest.mark.parametrize("via", ["vmap", "shard_map"])
-def test_on_meshes_with_inner_axes(shape, via):
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_on_meshes_with_inner_axes(shape, is_manual):
     where = inner_mesh(shape)
-    run, tx, params = on_mesh(where, via)
+    run, tx, params = on_mesh(where, is_manual)
     state = shard(tx.init(params), where, "hosts")
     start = [x.sharding for x in jax.tree.leaves(state)]
     momenta = dict.fromkeys(SHAPES, None)

@@ -197,13 +197,8 @@ def several_axes_of_workers():
     run_on_workers(lambda x: x, mesh(3), axis_name=("hosts", "local"))
 
 
-def unknown_way():
-    run_on_workers(lambda x: x, mesh(3), via="pmap")
-
-
 USES = {
     several_axes_of_workers: r"axis_name=\('hosts', 'local'\) must be the name of one mesh",
-    unknown_way: r"via='pmap' is unknown: use 'vmap', 'shard_map' or None",
     other_axis: r"axis_name='batch' is not bound .*in scope: \['data'\]\).*axis_name='data' if",
     several_axes: r"axis_name=\('data', 'model'\) is not supported: give one axis name",
     outside_the_parallel_step: r"axis_name='data' is not bound here.*tx.update.grads, state",

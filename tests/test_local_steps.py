@@ -1048,8 +1048,7 @@ INNER = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(INNER, ["sgd"]))
-@pytest.mark.parametrize("via", some(["vmap", "shard_map"], ["vmap"]))
-def test_a_worker_is_a_site_with_axes_of_its_own(via, name):
+def test_a_worker_is_a_site_with_axes_of_its_own(name):
     """With FSDP and tensor parallelism inside, numbers are those of simulated workers."""
     shapes = {"up": (16, 24), "down": (24, 16)}
     rng = np.random.default_rng(0)
@@ -1078,7 +1077,7 @@ def test_a_worker_is_a_site_with_axes_of_its_own(via, name):
     rows = rng.normal(size=(128, 16)).astype(np.float32)
     held = {n: jax.device_put(p, NamedSharding(where, specs[n])) for n, p in params.items()}
     x = jax.device_put(rows, NamedSharding(where, P(("hosts", "fsdp"))))
-    train, state, losses = trained(where, held, x, via=via)
+    train, state, losses = trained(where, held, x)
     np.testing.assert_allclose(losses, trained(2, params, rows)[2], rtol=1e-4)
     assert state.params["up"].sharding.spec == P("fsdp", "tp")
     assert train.finish(state, 6) is state  # nothing is left to exchange

@@ -105,13 +105,13 @@ def test_all_of_a_skipped_update_is_nan_and_the_state_is_kept(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("via", ["vmap", "shard_map"])
-def test_all_devices_of_a_worker_see_it(via):
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_all_devices_of_a_worker_see_it(is_manual):
     grid = mesh((2, 2))
     tx = jaxsparse.top_k(0.1, when_skipped="nan", mesh=grid)
     params = {"w": jnp.zeros((64, 64))}
     grads = {"w": jnp.ones((2, 64, 64)).at[1, 50, 3].set(np.nan)}
-    updates, state = stepped(tx, grid, via=via)(grads, tx.init(params))
+    updates, state = stepped(tx, grid, is_manual=is_manual)(grads, tx.init(params))
     assert int(state.skipped) == 1
     assert np.isnan(updates["w"]).all()
 

@@ -65,13 +65,13 @@ def pairs(usual, names=SLOW):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "via"), [("top_k", "shard_map"), *((name, "vmap") for name in SLOW)]
+    ("name", "way"), [("top_k", "manual"), *((name, "mapped") for name in SLOW)]
 )
-def test_what_is_dropped_takes_no_memory(name, via):
+def test_what_is_dropped_takes_no_memory(name, way):
     """A step with decay=0 is one whose residual has been set to zero before it."""
     where, reducer = mesh(), CASES[name].reducer
-    run, state, _ = stepper(reducer, where, via, decay=0.0, momentum=0.5)
-    expected, other, _ = stepper(reducer, where, via, momentum=0.5)
+    run, state, _ = stepper(reducer, where, way, decay=0.0, momentum=0.5)
+    expected, other, _ = stepper(reducer, where, way, momentum=0.5)
     assert not state.residual
     assert other.residual
     for seed in range(STEPS):
@@ -164,13 +164,13 @@ def test_a_reducers_state_may_differ_between_workers():
         assert (first != second).any()
 
 
-@pytest.mark.parametrize("via", ["vmap", some(["shard_map"], [])[0]])
-def test_ways_are_equal_and_momentum_and_delay_are_those_of_one_device(via):
+@pytest.mark.parametrize("way", ["mapped", some(["manual"], [])[0]])
+def test_ways_are_equal_and_momentum_and_delay_are_those_of_one_device(way):
     """A budget for everything leaves nothing to choose, so results are as without inner axes."""
     full = CASES["top_k"].full
     compressed_in_both = {"both", "one", "none"}  # "odd" goes uncompressed where it can't be cut
     settings = {"momentum": 0.5, "delay": 1}
-    _, here, state = steps(full, mesh((2, 2, 2)), via=via, **settings)
+    _, here, state = steps(full, mesh((2, 2, 2)), way=way, **settings)
     _, there, plain = steps(full, mesh((2,)), **settings)
     for leaf in compressed_in_both:
         np.testing.assert_array_equal(here[leaf], there[leaf])
@@ -236,10 +236,10 @@ def test_copies_of_a_rounded_momentum_stay_equal():
 
 
 @pytest.mark.parametrize("shape", [(2, 4), *some([(2, 2, 2), (4, 1, 2)], [])], ids=str)
-@pytest.mark.parametrize("via", ["vmap", some(["shard_map"], [])[0]])
-def test_nothing_but_messages_crosses_hosts(shape, via):
+@pytest.mark.parametrize("way", ["mapped", some(["manual"], [])[0]])
+def test_nothing_but_messages_crosses_hosts(shape, way):
     where = mesh(shape)
-    run, state, _ = stepper(CASES["top_k"].reducer, where, via=via)
+    run, state, _ = stepper(CASES["top_k"].reducer, where, way=way)
     compiled = run.lower(put(where, gradients(shape[0]), "hosts"), state).compile()
     strays = traffic.crossing(compiled, axis_name="hosts", mesh=where, outside=meshes.SCOPE)
     assert not list(strays), [str(stray) for stray in strays]

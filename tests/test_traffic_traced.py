@@ -113,7 +113,8 @@ def test_it_can_be_asked_within_an_exchange():
     jax.jit(jax.vmap(ask, axis_name="data")).lower(jnp.ones((3, 4)))
     with jax.set_mesh(mesh(2)):
         ask(None)
-    assert found == [traced_bytes(TopK(0.01), 1000, 16)] * 3
+    assert len(found) >= 3  # a step may be traced more than once
+    assert all(one == traced_bytes(TopK(0.01), 1000, 16) for one in found)
     assert found[0].payload == 80
 
 

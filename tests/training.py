@@ -6,8 +6,9 @@ take their steps inside `jax.vmap`, with the axis bound.
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec as P
 
+import jaxsparse
 from jaxsparse import shard
 from jaxsparse.outer.parallel import run_on_workers
 
@@ -23,13 +24,29 @@ def trainer(tx, gradient, **more):
     return step
 
 
-def stepped(tx, where, axis_name="data", via=None):
-    """A compiled step of each worker: (gradients with a row each, state) -> (updates, state)."""
+def stepped(tx, where, axis_name="data", is_manual=False):
+    """A compiled step of each worker: (gradients with a row each, state) -> (updates, state).
+
+    With `is_manual` it is a `jax.shard_map` over the workers' axis, as users write one.
+    """
 
     def step(grads, state):
         return tx.update(jax.tree.map(lambda g: g[0], grads), state)
 
-    return run_on_workers(step, where, axis_name=axis_name, batch_argnums=0, via=via)
+    def manually(grads, state):
+        own = jaxsparse.specs(state, axis_name, inner=False)
+        return jax.shard_map(
+            step,
+            mesh=where,
+            in_specs=(P(axis_name), own),
+            out_specs=(P(), own),
+            axis_names={axis_name},
+            check_vma=False,
+        )(grads, state)
+
+    if is_manual:
+        return jax.jit(manually)
+    return run_on_workers(step, where, axis_name=axis_name, batch_argnums=0)
 
 
 def scanned(tx, grads):

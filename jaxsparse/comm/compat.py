@@ -1,12 +1,16 @@
 """Names that move between JAX releases, and one that is private. No other file may use them."""
 
+import os
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
-from jax.extend.source_info_util import summarize
+from jax.extend.source_info_util import current, register_exclusion, summarize
 from jax.interpreters import batching, mlir
+
+register_exclusion(__file__)  # its frames are not the place of an operation
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -22,18 +26,21 @@ def cast_to_varying(x: jax.Array, axis_name: str) -> jax.Array:
     return jax.lax.pcast(x, axis_name, to="varying")
 
 
-def _drop_axis(aval: Any, *, axis_name: str) -> Any:
+def with_varying(aval: Any, axis_name: str, is_varying: bool) -> Any:
+    """An abstract value, typed as varying over an axis or not."""
+    axis = {axis_name}
+    of = lambda axes: axes | axis if is_varying else axes - axis
     if hasattr(aval, "update_manual_axis_type"):
         types = aval.manual_axis_type
-        return aval.update_manual_axis_type(types.update(varying=types.varying - {axis_name}))
-    return aval.update(vma=aval.vma - {axis_name})
+        return aval.update_manual_axis_type(types.update(varying=of(types.varying)))
+    return aval.update(vma=of(aval.vma))
 
 
 # JAX casts replicated to varying but never back. A value that is equal on all workers by
 # construction, as after an all-gather, needs that cast to be a replicated output.
 _claim_replicated = Primitive("claim_replicated")
 _claim_replicated.def_impl(lambda x, *, axis_name: x)
-_claim_replicated.def_abstract_eval(_drop_axis)
+_claim_replicated.def_abstract_eval(lambda aval, *, axis_name: with_varying(aval, axis_name, False))
 mlir.register_lowering(_claim_replicated, lambda ctx, x, *, axis_name: [x])
 batching.primitive_batchers[_claim_replicated] = lambda args, dims, *, axis_name: (
     _claim_replicated.bind(args[0], axis_name=axis_name),
@@ -61,7 +68,7 @@ OPCODES = {
     "reduce_scatter": "reduce-scatter",
 }
 # Primitives that name a mesh axis and move nothing along it.
-SILENT = {"axis_index", "pvary", "pcast", "claim_replicated"}
+SILENT = {"axis_index", "pvary", "pcast", "claim_replicated", "enter_worker", "leave_worker"}
 # Primitives that run each program inside them exactly once.
 CALLS = {
     "jit",
@@ -118,6 +125,16 @@ def manual_axes_of(parameters: dict[str, Any]) -> frozenset[str]:
     return frozenset(next(parameters[name] for name in names if name in parameters))
 
 
+def shard_map_functions() -> tuple[Any, Any] | None:
+    """JAX's module of `jax.shard_map`, and its primitive. None if a release has them otherwise."""
+    try:
+        from jax._src import shard_map as module
+    except ImportError:
+        return None
+    has_all = all(hasattr(module, n) for n in ("_shmap_checks", "broadcast_prefix", "shard_map_p"))
+    return (module, module.shard_map_p) if has_all else None
+
+
 def name_stack(equation: Any) -> str:
     """The scopes of an equation, as compiled programs show them."""
     return str(getattr(equation.source_info, "name_stack", ""))
@@ -126,6 +143,34 @@ def name_stack(equation: Any) -> str:
 def unconstrained(equation: Any) -> Any:
     """A sharding constraint's equation, as one that leaves its operand as it is."""
     return equation.replace(primitive=jax.lax.copy_p, params={})
+
+
+def renamed_axes(parameters: dict[str, Any], before: str, after: str) -> dict[str, Any]:
+    """The parameters of a collective that name an axis, with another name for it."""
+    other = lambda name: after if name == before else name
+    found = dict[str, Any]()
+    for key in ("axes", "axis_name", "axis_names"):
+        value = parameters.get(key)
+        if value == before:
+            found[key] = after
+        elif isinstance(value, tuple) and before in value:
+            found[key] = tuple(map(other, value))
+    return found
+
+
+def renamed_effects(program: Any, before: str, after: str) -> Any:
+    """The effects of a program or an equation, with another name for an axis."""
+    return type(program.effects)(
+        type(e)(after) if getattr(e, "name", None) == before else e for e in program.effects
+    )
+
+
+def lacks_rule(equation: Any) -> bool:
+    """Whether `jax.vmap` has no rule for an operation, or one that fails."""
+    primitive = equation.primitive
+    if primitive.name in ("ragged_all_to_all", "ragged_dot_general"):
+        return True
+    return primitive not in batching.fancy_primitive_batchers and primitive.name not in CALLS
 
 
 def carried_by(scan: Any) -> tuple[int, int]:
@@ -139,6 +184,19 @@ def carried_by(scan: Any) -> tuple[int, int]:
 def place_of(equation: Any) -> str:
     """Where an equation was traced, as "file:line (function)"."""
     return summarize(equation.source_info)
+
+
+def place() -> str:
+    """Where the user's code is that is traced now, as "file:line (function)"."""
+    return summarize(current())
+
+
+def place_of_error(error: BaseException) -> str:
+    """Where the user's code is that raised an error inside JAX, as "file:line (function)"."""
+    hidden = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(hidden)]
+    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else "unknown place"
 
 
 def optax_frames(equation: Any) -> tuple[set[str], set[str]]:

@@ -210,14 +210,17 @@ def in_worker(
     if axis_name is None:
         alone = lambda given, momentum: update(given[0], given[1], momentum, ())
         return meshes.untyped(alone, (updates, state), momentum)
-    if placement is None or mesh is None:
+    if mesh is None or (is_manual and placement is None):
         return update(updates, state, momentum, ())
-    run = functools.partial(_on_each, update, mesh, axis_name, placement, compressed)
+    at = placement or Placement((), (PartitionSpec(),) * len(jax.tree.leaves(updates)))
+    run = functools.partial(_on_each, update, mesh, axis_name, at, compressed)
     if is_manual:
         return run(False, updates, state, momentum)
 
     @custom_vmap
     def exchanged(updates: Any, state: Any, momentum: Any, rank: Any) -> Any:
+        if placement is None:  # it may run where the axis is manual, too
+            return update(updates, state, momentum, ())
         return updates, state  # for their shapes: the rule replaces it
 
     @exchanged.def_vmap

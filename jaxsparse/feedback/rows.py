@@ -21,7 +21,7 @@ from jax.tree_util import (
 
 from jaxsparse.arrays.layout import short_names
 from jaxsparse.comm.marks import PerWorker, own_leaves
-from jaxsparse.comm.meshes import AnyMesh, find_workers
+from jaxsparse.comm.meshes import RUNNING, AnyMesh, find_workers
 
 _OVERWRITTEN = "_overwrite_with_gradient"  # Flax' collection of scales and histories of maxima
 
@@ -43,6 +43,11 @@ def read_rows(
     Raises:
         ValueError: gradients or the state have no row for each worker, or see `find_workers`.
     """
+    if (how := RUNNING.get()) is not None and how.workers is None and how.axis_name != axis_name:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not bound here (axes in scope: [{how.axis_name!r}]): pass "
+            f"axis_name={how.axis_name!r} if that is the workers' axis"
+        )
     updates = _split_unreduced(updates, axis_name)
     one = _one_workers(updates, state, params, axis_name)
     count, found = find_workers((updates, state), axis_name, mesh, workers)

@@ -10,7 +10,7 @@ which would end a collective. So words go through the key-value store of `jax.di
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import msgspec
@@ -52,7 +52,7 @@ def lead(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
     if not is_first():
         found, kind, text = msgspec.json.decode(group.announce(None), type=_Told)
         if not kind:
-            return found
+            return cast(T, found)
         error = _ERRORS[kind](text) if kind in _ERRORS else RuntimeError(f"{kind}: {text}")
         error.add_note("It was raised in process 0 of this island, which talks to the store")
         raise error

@@ -37,7 +37,6 @@ from jaxsparse.outer.worker import LocalState, Select, Step, Worker, second_copi
 from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
 from jaxsparse.training.check import check
-from jaxsparse.training.gradients import Way
 from jaxsparse.training.sharding import count_workers, shard
 
 
@@ -132,7 +131,6 @@ class LocalSteps:
             weight 0 does not count. Residuals hold weighted displacements. None: all workers count
             alike.
         streaming: how to exchange fragments in turn; None: all at once.
-        via: see `jaxsparse.value_and_grad`.
 
     **Several processes** compare `every`, fragments and the number of steps done at the first call,
     and the number again before each exchange.
@@ -172,7 +170,6 @@ class LocalSteps:
         average: Select | None = None,
         weight: Select | None = None,
         streaming: Streaming | None = None,
-        via: Way | None = None,
     ) -> None:
         count_workers(mesh, axis_name)  # raises where they are wrong
         self.every = every if isinstance(every, Stages) else Stages((every,), ())
@@ -198,9 +195,7 @@ class LocalSteps:
         # its arrays would wait.
         self._last: tuple[Any, int, list[int]] = (None, 0, [])
 
-        run = functools.partial(
-            run_on_workers, mesh=mesh, axis_name=axis_name, donate_argnums=0, via=via
-        )
+        run = functools.partial(run_on_workers, mesh=mesh, axis_name=axis_name, donate_argnums=0)
         # A worker's part works on arrays alone, and only the step itself sees modules.
         make = lambda f, **options: run(_of_held(f), **options)
         parts = range(self.streaming.fragments)

@@ -17,15 +17,7 @@ from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
 from jaxsparse.comm.meshes import Running, context_of, inner_axes, running
 from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.processes.calls import Step
-from jaxsparse.training.constraints import without_axis
-from jaxsparse.training.gradients import (
-    OwnAndEqual,
-    Way,
-    check_way,
-    run_manually,
-    run_mapped,
-    serves_vmap,
-)
+from jaxsparse.training.gradients import OwnAndEqual, on_workers, run_manually, run_mapped
 from jaxsparse.training.sharding import count_workers, warn_of_copies
 from jaxsparse.training.watching import checks_of
 
@@ -37,7 +29,6 @@ def run_on_workers(
     axis_name: str = "data",
     batch_argnums: int | Sequence[int] = 1,
     donate_argnums: int | Sequence[int] = (),
-    via: Way | None = None,
 ) -> Step:
     """Compiles one worker's function for all workers.
 
@@ -49,7 +40,6 @@ def run_on_workers(
         axis_name: the axis of the workers, bound inside `step`.
         batch_argnums: numbers of the arguments whose arrays are split along their first axis.
         donate_argnums: as for `jax.jit`.
-        via: how to run on a mesh with other axes, see `jaxsparse.value_and_grad`.
 
     Raises:
         ValueError: the mesh has no such axis or no worker. At the call: the workers don't divide a
@@ -57,12 +47,9 @@ def run_on_workers(
     """
     given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     workers = count_workers(mesh, axis_name)
-    check_way(via)
     whole = mesh if isinstance(mesh, Mesh) else None
     inner = set() if whole is None else {name for name, _ in inner_axes(whole, axis_name)}
     kinds = {} if whole is None else dict(zip(whole.axis_names, whole.axis_types))
-    if inner and AxisType.Explicit in kinds.values():
-        via = via or "shard_map"
 
     def one(*args: Any) -> Any:
         return held(step(*released(args))) if has_static(args) else step(*args)
@@ -76,38 +63,26 @@ def run_on_workers(
         flat, treedef = tree_flatten_with_path(args)
         leaves, is_own = [x for _, x in flat], [is_marked(path) for path, _ in flat]
         is_split = [own or path[0].idx in batches for (path, _), own in zip(flat, is_own)]
-        has_model = whole is not None and bool(batches)  # others exchange, and nothing else
-        inside = without_axis(one, axis_name, is_manual=not inner) if has_model else one
+        has_model = bool(batches)  # others exchange, and nothing else
         outputs: Any = None  # which only tracing tells
         marks: list[bool] = []
 
         def body(*leaves: Any) -> OwnAndEqual:
             nonlocal outputs, marks
-            returned, outputs = tree_flatten_with_path(inside(*treedef.unflatten(leaves)))
+            returned, outputs = tree_flatten_with_path(one(*treedef.unflatten(leaves)))
             marks = [is_marked(path) for path, _ in returned]
             own = [x[0] for (_, x), mark in zip(returned, marks) if mark]
             return own, [x for (_, x), mark in zip(returned, marks) if not mark]
 
-        def is_for_vmap() -> bool:
-            rows = lambda x, own: (1 if own else x.shape[0] // workers, *x.shape[1:])
-            shapes = [
-                jax.ShapeDtypeStruct(rows(x, own) if split else x.shape, x.dtype)
-                for x, split, own in zip(map(jax.typeof, leaves), is_split, is_own)
-            ]
-            arrays = lambda *leaves: jax.tree.leaves(one(*treedef.unflatten(leaves)))
-            with context_of(whole):
-                traced = jax.make_jaxpr(arrays, axis_env=[(axis_name, workers)])(*shapes)
-            return serves_vmap(traced.jaxpr, axis_name)
-
-        with running(Running(whole, axis_name)):
-            way = via
-            if inner and way is None:
-                way = "vmap" if not has_model or is_for_vmap() else "shard_map"
-            if whole is None or (inner and way == "vmap"):
-                with context_of(whole):  # as jax.shard_map has one
-                    found = run_mapped(body, workers, whole, axis_name, is_split)(*leaves)
+        # Where axes are left to JAX, partitions are of this mesh, as in a jax.shard_map.
+        with running(Running(whole, axis_name)), context_of(whole if inner else None):
+            if has_model:
+                run = on_workers(body, workers, whole, axis_name, is_split)
+            elif whole is None or (inner and AxisType.Explicit not in kinds.values()):
+                run = run_mapped(body, workers, whole, axis_name, is_split)
             else:
-                found = run_manually(body, whole, axis_name, is_split, inner)(*leaves)
+                run = run_manually(body, whole, axis_name, is_split, inner)
+            found = run(*leaves)
         own, equal = map(iter, found)
         return outputs.unflatten([next(own if mark else equal) for mark in marks])
 

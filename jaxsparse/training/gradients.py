@@ -5,10 +5,11 @@ other code of a step is what it is under `jax.jit`: clips, moments, metrics and 
 ordinary arrays.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +18,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxsparse.arrays.layout import check_arrays
-from jaxsparse.comm import compat, wire
+from jaxsparse.comm import compat, shard_maps, wire
 from jaxsparse.comm.marks import is_marked, module_in
 from jaxsparse.comm.meshes import AnyMesh, find_workers, inner_axes, names_of, restricted
 from jaxsparse.comm.static_leaves import held, released
-from jaxsparse.training.constraints import constrains, rewritten
+from jaxsparse.training import one_worker
+from jaxsparse.training.rewriting import rewritten
 
-Way = Literal["vmap", "shard_map"]
-# vmap's weight gradients of convolutions gather across workers; of a ragged product it has no rule.
-_NOT_MAPPED = {"conv_general_dilated", "ragged_dot_general"}
 # A worker's own arrays, and those equal on all workers: `LocalSteps` has some, gradients none.
 OwnAndEqual = tuple[list[Any], list[Any]]
 
@@ -39,7 +38,6 @@ def value_and_grad(
     mesh: Mesh | None = None,
     axis_name: str = "data",
     workers: int | None = None,
-    via: Way | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for each worker: its own values and gradients, a row for each worker.
 
@@ -56,18 +54,18 @@ def value_and_grad(
     they are, and makes means of them. Take means of all else: `loss.mean()`.
 
     Other axes of the mesh are left to JAX, as under `jax.jit`: FSDP and tensor parallelism inside
-    `fun` need no change. Sharding constraints in `fun` may name `axis_name`; it is taken out. (With
-    a convolution beside it, only a `NamedSharding` may, and not a `PartitionSpec` or logical axes.)
+    `fun` need no change. Sharding constraints in `fun`, and specs of a `jax.shard_map`, may name
+    `axis_name`; it is taken out, because a worker's rows are whole along it. In the body of a
+    `jax.shard_map`, collectives over `axis_name` are those of the workers. What does not run in one
+    worker's function is refused, with its place: docs/errors.md, "Parallel programs in a loss".
 
-    On a mesh without other axes `fun` runs under `jax.shard_map` (by vmap, if a constraint names
-    `axis_name`). With other axes there are two ways. `via="vmap"` maps over the rows. It does not
-    serve convolutions, whose weight gradients JAX would gather across workers, nor a
-    `jax.shard_map` of some axes inside `fun`, nor Explicit axes. XLA may move an embedding table
-    across workers if its columns are sharded over an axis that shares a worker's batch: shard its
-    rows there. `via="shard_map"` makes `axis_name` alone manual. With two or more other axes XLA
-    (jaxlib 0.10 to 0.12, on CPU) then ends the process on a lookup `table[tokens]` in a table whose
-    columns are sharded: look it up by `jax.nn.one_hot(tokens, n) @ table`. The default is
-    "shard_map" where "vmap" does not serve.
+    On a mesh without other axes `fun` runs under `jax.shard_map`. On others, and where `fun` has an
+    operation with a mesh, it is mapped by `jax.vmap`: both branches of a `jax.lax.cond` on a
+    worker's own values then run. A `jax.shard_map` in it, and any operation that `vmap` does not
+    serve, such as a convolution, runs manually over `axis_name`. XLA may move rows of an embedding
+    table that were looked up across workers, if the table's columns are sharded over an axis that
+    shares a worker's batch: shard its rows there, or look it up by `jax.nn.one_hot(tokens, n) @
+    table`. On Explicit axes `axis_name` alone is made manual for all of `fun`.
 
     Args:
         fun: function of a scalar loss, as for `jax.value_and_grad`. A Flax nnx module has to be
@@ -81,7 +79,6 @@ def value_and_grad(
         axis_name: the mesh axis of the workers.
         workers: number of workers to simulate on one device, without a mesh. Give the exchange and
             `per_worker` the same number.
-        via: how to run on a mesh with other axes. None: see above.
 
     Returns:
         A function of the arguments of `fun`. It works inside and outside of `jax.jit`.
@@ -98,7 +95,6 @@ def value_and_grad(
         >>> values.tolist(), grads.tolist()
         ([3.0, 7.0], [[1.0, 2.0], [3.0, 4.0]])
     """
-    check_way(via)
     differentiate = _differentiated(fun, argnums, has_aux)
 
     @functools.wraps(fun)
@@ -117,12 +113,15 @@ def value_and_grad(
         flat, treedef = tree_flatten_with_path(given)
         is_split = [path[0].idx == 0 and path[1].idx in split for path, _ in flat]
         outputs: Any = None
+        names: list[str] = []
 
         def one(*leaves: Any) -> OwnAndEqual:
-            nonlocal outputs
+            nonlocal outputs, names
             args, kwargs = released(treedef.unflatten(leaves))
             try:
-                found, outputs = jax.tree.flatten(differentiate(*args, **kwargs))
+                value, grads = differentiate(*args, **kwargs)
+                names = [keystr(path) for path, _ in tree_flatten_with_path(grads)[0]]
+                found, outputs = jax.tree.flatten((value, grads))
             except Exception as error:
                 if batch_argnums is None and len(args) > 2:
                     error.add_note(
@@ -133,7 +132,16 @@ def value_and_grad(
                 raise
             return [jnp.asarray(x) for x in found], []
 
-        each = _on_workers(one, count, found, axis_name, is_split, via)
+        def check(program: Jaxpr) -> None:
+            for i, name in enumerate(names, len(program.outvars) - len(names)):
+                if (found := one_worker.sum_over_workers(program, i, axis_name)) is not None:
+                    raise ValueError(
+                        f"the gradient{name} is a sum over {axis_name!r} already, by the "
+                        f"{found.primitive.name} at {compat.place_of(found)}: each worker's "
+                        "gradient is its own here, so leave that sum out of a custom derivative"
+                    )
+
+        each = on_workers(one, count, found, axis_name, is_split, check)
         made, _ = each(*(x for _, x in flat))
         return outputs.unflatten(made)
 
@@ -190,22 +198,33 @@ def _differentiated(
     return run
 
 
-def _on_workers(
+def on_workers(
     one: Callable[..., OwnAndEqual],
     workers: int,
     mesh: AnyMesh | None,
     axis_name: str,
     is_split: list[bool],
-    via: Way | None,
+    check: Callable[[Jaxpr], None] = lambda program: None,
 ) -> Callable[..., OwnAndEqual]:
-    """`one` on all workers. Its results have a row for each worker."""
-    if mesh is None:
-        return run_mapped(one, workers, None, axis_name, is_split)
-    inner = {name for name, _ in inner_axes(mesh, axis_name)}
-    if AxisType.Explicit in mesh.axis_types:  # types inside are those of the manual mesh
-        return _manually(one, mesh, axis_name, is_split, inner)
+    """`one`, which has a model inside, on all workers. See `run_mapped`.
+
+    On a mesh without other axes, and without an operation that has a mesh, it runs as it is, and a
+    `jax.lax.cond` takes one of its branches. Otherwise it is mapped, so that JAX places all but the
+    workers' axis.
+    """
+    inner = set() if mesh is None else {name for name, _ in inner_axes(mesh, axis_name)}
+
+    def traced_inside(*leaves: Any) -> OwnAndEqual:
+        flat, count = _flat(one)
+        with shard_maps.leave_out(axis_name), one_worker.told_of_explicit(mesh, axis_name):
+            program = jax.make_jaxpr(flat)(*leaves)
+        check(program.jaxpr)
+        program = rewritten(program, axis_name, mesh, workers, False, bool(inner))
+        found = jaxpr_as_fun(program)(*leaves)
+        return found[: count[0]], found[count[0] :]
 
     def run(*leaves: Any) -> OwnAndEqual:
+        flat, count = _flat(one)
         shapes = [
             jax.ShapeDtypeStruct(
                 (x.shape[0] // workers, *x.shape[1:]) if yes else x.shape,
@@ -214,40 +233,47 @@ def _on_workers(
             )
             for x, yes in zip(map(jax.typeof, leaves), is_split)
         ]
-        # Traced outside, where constraints may name all axes.
-        program = jax.make_jaxpr(one, axis_env=[(axis_name, workers)])(*shapes)
-        flat = jaxpr_as_fun(rewritten(program, axis_name, is_manual=not inner))
+        program = one_worker.trace(flat, shapes, axis_name, workers, mesh is not None)
+        check(program.jaxpr)
+        is_mapped = mesh is None or bool(inner) or one_worker.knows_mesh(program.jaxpr)
+        in_context = not jax.sharding.get_abstract_mesh().empty
+        if (
+            mesh is not None
+            and not is_mapped
+            and (in_context or one_worker.uses(program.jaxpr, axis_name))
+        ):
+            # A program has types of the mesh in context, and an exchange another form where its
+            # axis is manual: it is traced there. JAX fails there on jax.ensure_compile_time_eval,
+            # by an assertion.
+            with contextlib.suppress(AssertionError):
+                return run_manually(traced_inside, mesh, axis_name, is_split, inner)(*leaves)
+            is_mapped = True
+        program = rewritten(program, axis_name, mesh, workers, is_mapped, is_mapped)
+        called = jaxpr_as_fun(program)
 
         def as_fun(*leaves: Any) -> OwnAndEqual:
-            return flat(*leaves), []
+            found = called(*leaves)
+            return found[: count[0]], found[count[0] :]
 
-        constrained = constrains(program.jaxpr, axis_name)
-        serves = via == "vmap" or (via is None and serves_vmap(program.jaxpr, axis_name))
-        if serves and (inner or constrained):
-            return run_mapped(as_fun, workers, mesh, axis_name, is_split)(*leaves)
-        # What knows a mesh, or takes the one in context, has to be traced where its axis is manual.
-        # Beside inner axes that is even `jax.lax.axis_index`, whose lowering asks for the mesh.
-        in_context = not jax.sharding.get_abstract_mesh().empty
-        needs_mesh = constrained or in_context or inner
-        return _manually(one if needs_mesh else as_fun, mesh, axis_name, is_split, inner)(*leaves)
+        if mesh is not None and not is_mapped:
+            return run_manually(as_fun, mesh, axis_name, is_split, inner)(*leaves)
+        return run_mapped(as_fun, workers, mesh, axis_name, is_split, one_worker.ROWS)(*leaves)
 
+    if mesh is not None and AxisType.Explicit in mesh.axis_types:
+        return run_manually(traced_inside, mesh, axis_name, is_split, inner)
     return run
 
 
-def _manually(
-    one: Callable[..., OwnAndEqual],
-    mesh: AnyMesh,
-    axis_name: str,
-    is_split: list[bool],
-    inner: set[str],
-) -> Callable[..., OwnAndEqual]:
-    """`one` by `run_manually`, with constraints for a mesh whose axis is manual."""
+def _flat(one: Callable[..., OwnAndEqual]) -> tuple[Callable[..., list[Any]], list[int]]:
+    """`one` with its own arrays in front of those that are equal, and the number of own ones."""
+    count = list[int]()
 
-    def body(*leaves: Any) -> OwnAndEqual:
-        program = rewritten(jax.make_jaxpr(one)(*leaves), axis_name, is_manual=not inner)
-        return jaxpr_as_fun(program)(*leaves), []
+    def flat(*leaves: Any) -> list[Any]:
+        own, equal = one(*leaves)
+        count[:] = [len(own)]
+        return [*own, *equal]
 
-    return run_manually(body, mesh, axis_name, is_split, inner)
+    return flat, count
 
 
 def run_mapped(
@@ -256,6 +282,7 @@ def run_mapped(
     mesh: AnyMesh | None,
     axis_name: str,
     is_split: list[bool],
+    name: str | None = None,
 ) -> Callable[..., OwnAndEqual]:
     """`one` mapped over the workers by vmap.
 
@@ -265,6 +292,7 @@ def run_mapped(
         mesh: the mesh. None: workers are simulated.
         axis_name: the axis of the workers.
         is_split: whether each array is split along its first axis, or whole on each worker.
+        name: how `one` names the axis. None: `axis_name`.
 
     Returns:
         A function of the arrays of all workers. Of own ones it gives rows, (W, ...).
@@ -290,7 +318,7 @@ def run_mapped(
             one,
             in_axes=[0 if yes else None for yes in is_split],
             out_axes=(0, None),
-            axis_name=axis_name,
+            axis_name=axis_name if name is None else name,
             axis_size=workers,
             spmd_axis_name=None if mesh is None else axis_name,
         )
@@ -333,27 +361,6 @@ def run_manually(
     if AxisType.Explicit not in mesh.axis_types:
         return mapped
     return lambda *leaves: mapped(*map(typed, leaves, is_split))
-
-
-def check_way(via: Any) -> None:
-    """Raises ValueError if this is no way to run on a mesh with other axes."""
-    if via not in (None, "vmap", "shard_map"):
-        raise ValueError(f"via={via!r} is unknown: use 'vmap', 'shard_map' or None")
-
-
-def serves_vmap(program: Jaxpr, axis_name: str) -> bool:
-    """Whether a program has no operation that `jax.vmap` does not serve (see `value_and_grad`)."""
-
-    def serves(equation: Any) -> bool:
-        if equation.primitive.name == "shard_map":
-            return axis_name in compat.manual_axes_of(equation.params)
-        return equation.primitive.name not in _NOT_MAPPED
-
-    return all(
-        serves(equation)
-        and all(serves_vmap(p, axis_name) for p in compat.inner_programs(equation.params))
-        for equation in program.eqns
-    )
 
 
 def _numbers_of_batches(

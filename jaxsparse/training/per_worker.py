@@ -20,6 +20,7 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker, is_marked
 from jaxsparse.feedback.rows import check_rows
+from jaxsparse.training.gradients import on_workers
 
 
 def per_worker(
@@ -126,15 +127,27 @@ def per_worker(
             ok = wire.pmax(wire.varying(broken, axis_name), axis_name) == 0
             delivered, after = one(updates, PerWorker.unwrap(state), params, extra_args, ok)
             return delivered, PerWorker.wrap(wire.varying(after, axis_name))
-        count, _ = meshes.find_workers((updates, state), axis_name, mesh, workers)
+        count, found = meshes.find_workers((updates, state), axis_name, mesh, workers)
         check_rows(updates, state, count, axis_name, params)
         rows = jax.tree.map(lambda node: node.value, state, is_leaf=marks.is_per_worker)
+        treedef: Any
+        of_equal: Any
+        outputs: Any = None
+        own, treedef = jax.tree.flatten((updates, rows))
+        equal, of_equal = jax.tree.flatten((params, finite))
+
+        def each(*leaves: Any) -> tuple[list[Any], list[Any]]:
+            nonlocal outputs
+            given, before = treedef.unflatten([x[0] for x in leaves[: len(own)]])
+            whole, ok = of_equal.unflatten(leaves[len(own) :])
+            made, outputs = jax.tree.flatten(one(given, before, whole, extra_args, ok))
+            return made, []
+
+        is_split = [True] * len(own) + [False] * len(equal)
         with jax.named_scope(meshes.OWN_SCOPE):
-            delivered, after = jax.vmap(
-                lambda updates, state: one(updates, state, params, extra_args, finite),
-                axis_name=axis_name,
-                axis_size=count,
-            )(updates, rows)
+            assert axis_name is not None  # where it is None it is bound
+            made, _ = on_workers(each, count, found, axis_name, is_split)(*own, *equal)
+        delivered, after = outputs.unflatten(made)
         return delivered, jax.tree.map(PerWorker, after)
 
     def one(

@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath, keystr, tree_leaves_with_path
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import wire
-from jaxsparse.comm.marks import check_wrapped, is_marked, key_name, map_marked
+from jaxsparse.comm.marks import check_wrapped, is_marked, key_name
 from jaxsparse.comm.meshes import inner_axes, kind_of, names_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.processes.agreement import compare_texts

@@ -1,4 +1,4 @@
-"""Steps with sharding constraints that name the workers' axis, as code for jax.jit has them."""
+"""One worker's function that names the workers' axis, as code for jax.jit does."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from workers import mesh, some
 import jaxsparse
 from jaxsparse import PerWorker, shard
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.training import constraints
+from jaxsparse.training.rewriting import rewritten
 
 RNG = np.random.default_rng(0)
 START = {name: RNG.normal(size=(16, 16)).astype(np.float32) / 4 for name in "abcdef"}
@@ -46,20 +46,19 @@ def model(to, jitted):
 
 
 CASES = [
-    ((2, 2), "vmap", False, 72),
-    ((2, 2), "vmap", True, 72),
-    ((2, 2), "vmap", False, 4),  # a row a device
-    ((2, 2), "shard_map", True, 72),
-    ((3, 2), "vmap", True, 72),
-    ((2,), None, True, 72),
-    ((3,), None, True, 3),
+    ((2, 2), False, 72),
+    ((2, 2), True, 72),
+    ((2, 2), False, 4),  # a row a device
+    ((3, 2), True, 72),
+    ((2,), True, 72),
+    ((3,), False, 3),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_constraints_in_inner_programs_leave_the_gradient(case):
-    sizes, via, named, rows = case
+    sizes, named, rows = case
     where, x = mesh(sizes), INPUTS[:rows]
     sharding = NamedSharding(where, P(where.axis_names)) if named else P(where.axis_names)
     to = lambda x: jax.lax.with_sharding_constraint(x, sharding)
@@ -75,7 +74,7 @@ def test_constraints_in_inner_programs_leave_the_gradient(case):
     inner = tuple(a for a in where.axis_names if a != "data")
     params = jax.device_put(START, NamedSharding(where, P(None, inner or None)))
     with jax.set_mesh(where):
-        found = run_on_workers(step, where, via=via, batch_argnums=1)(params, x)
+        found = run_on_workers(step, where, batch_argnums=1)(params, x)
     # All layers work row by row, so workers' gradients have the mean of one worker with all rows.
     plain = model(lambda x: x, lambda x, w: jnp.cos(x @ w))
     expected = jax.value_and_grad(plain)(START, x)
@@ -83,17 +82,12 @@ def test_constraints_in_inner_programs_leave_the_gradient(case):
         np.testing.assert_allclose(np.mean(own, 0), mean, rtol=1e-5, atol=1e-6)
 
 
-SMALL = [
-    ((2, 2), "vmap", False),
-    ((2, 2), None, False),
-    ((2, 2), "shard_map", True),
-    ((3,), None, True),
-]
+SMALL = [((2, 2), False), ((2, 2), True), ((3,), True)]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_the_axis_is_taken_out(case):
-    sizes, via, named = case
+    sizes, named = case
     where, workers = mesh(sizes), sizes[0]
     spec = P(where.axis_names, None)
     sharding = NamedSharding(where, spec) if named else spec
@@ -103,36 +97,32 @@ def test_the_axis_is_taken_out(case):
         x = jax.lax.with_sharding_constraint(x, sharding)
         return PerWorker.wrap({"sum": x.sum(), "axis": jax.lax.axis_index("data")})
 
-    run = run_on_workers(total, where, via=via, batch_argnums=0)
+    run = run_on_workers(total, where, batch_argnums=0)
     x = np.arange(2.0 * 5 * workers, dtype=np.float32).reshape(5 * workers, 2)
     found = run(x)  # a bare specification is of this mesh, which no jax.set_mesh names
     np.testing.assert_array_equal(found["sum"].value, x.reshape(workers, -1).sum(1))
     np.testing.assert_array_equal(found["axis"].value, np.arange(workers))
 
 
-# How a mesh has its axes, the step runs, and shardings are written: bare, of the whole mesh, or of
-# the worker's, on which the workers' axis is manual.
+# How a mesh has its axes, and how shardings are written: bare, of the whole mesh, or a worker's,
+# whose own axis is manual where axes are Explicit.
 WAYS = [
-    (AxisType.Auto, "vmap", "bare"),
-    (AxisType.Auto, "vmap", "whole"),
-    (AxisType.Auto, None, "bare"),  # for a shard_map of some axes, vmap does not serve
-    (AxisType.Auto, "shard_map", "bare"),
-    (AxisType.Auto, "shard_map", "whole"),
-    (AxisType.Auto, "shard_map", "own"),
-    (AxisType.Explicit, "shard_map", "bare"),
-    (AxisType.Explicit, "shard_map", "own"),
+    (AxisType.Auto, "bare"),
+    (AxisType.Auto, "whole"),
+    (AxisType.Explicit, "bare"),
+    (AxisType.Explicit, "own"),
 ]
-DEFAULT_WAYS = [WAYS[2], WAYS[7]]
 
 
-@pytest.mark.parametrize("way", some(WAYS, DEFAULT_WAYS), ids=lambda way: "-".join(map(str, way)))
+@pytest.mark.parametrize(
+    "way", some(WAYS, [WAYS[0], WAYS[3]]), ids=lambda way: "-".join(map(str, way))
+)
 def test_a_model_that_holds_its_mesh_gives_equal_numbers(way):
     """Models for jax.jit hold a mesh, for constraints, products and a shard_map of their own."""
-    kind, via, written = way
+    kind, written = way
     names, is_explicit = ("data", "fsdp"), kind == AxisType.Explicit
     where = mesh((2, 2), kind)
-    refuses = written == "bare" and via != "vmap"  # see the docstring of run_on_workers
-    rows = P("fsdp" if is_explicit or written == "own" or refuses else names)
+    rows = P("fsdp" if is_explicit else names)
     to = jax.reshard if is_explicit else jax.lax.with_sharding_constraint
 
     def loss_of(params, x):
@@ -142,12 +132,8 @@ def test_a_model_that_holds_its_mesh_gives_equal_numbers(way):
         out = {"out_sharding": sharding} if is_explicit else {}
         product = lambda x, w: to(jnp.einsum("bi,ij->bj", x, w, **out), sharding)
         x, _ = jax.lax.scan(lambda x, w: (product(x, w), None), to(x, sharding), params["a"])
-        if (via, written) == ("shard_map", "whole"):  # JAX refuses a shard_map of this mesh
-            x = jnp.tanh(x)
-        else:
-            options = {} if written == "bare" else {"mesh": own}
-            options |= {"axis_names": {"fsdp"}} if via is None else {}
-            x = jax.shard_map(jnp.tanh, in_specs=P("fsdp"), out_specs=P("fsdp"), **options)(x)
+        options = {} if written == "bare" else {"mesh": own}
+        x = jax.shard_map(jnp.tanh, in_specs=P("fsdp"), out_specs=P("fsdp"), **options)(x)
         return jnp.mean(product(x, params["b"]) ** 2)
 
     def step(params, state, x):
@@ -163,7 +149,7 @@ def test_a_model_that_holds_its_mesh_gives_equal_numbers(way):
     with jax.set_mesh(where):
         x = put(INPUTS[:8], P(names))
         state = shard(tx.init(params), where)
-        updates, _, loss = run_on_workers(step, where, via=via, batch_argnums=2)(params, state, x)
+        updates, _, loss = run_on_workers(step, where, batch_argnums=2)(params, state, x)
     of_one = lambda p: jnp.mean((jnp.tanh(INPUTS[:8] @ p["a"][0] @ p["a"][1]) @ p["b"]) ** 2)
     expected, gradient = jax.value_and_grad(of_one)(start)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
@@ -176,9 +162,8 @@ def test_a_program_that_is_called_often_stays_one():
     layer = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(where, P("data"))))
     program = jax.make_jaxpr(lambda x: layer(x) + layer(x))(jnp.ones((4, 2)))
     assert program.eqns[0].params["jaxpr"] is program.eqns[1].params["jaxpr"]
-    assert constraints.constrains(program.jaxpr, "data")
-    assert not constraints.constrains(program.jaxpr, "fsdp")
-    rewritten = constraints._Rewriting("data", is_manual=False).closed(program)
-    assert not constraints.constrains(rewritten.jaxpr, "data")
-    first, second = (equation.params["jaxpr"] for equation in rewritten.eqns[:2])
+    without = rewritten(program, "data", where, 2, is_mapped=True)
+    assert "'data'" in str(program)
+    assert "spec=P('data'" not in str(without)
+    first, second = (equation.params["jaxpr"] for equation in without.eqns[:2])
     assert first is second

@@ -1,0 +1,275 @@
+"""`jax.shard_map` in the function of one worker: the workers' axis leaves it while it is traced.
+
+Trainers write a `jax.shard_map` for the whole mesh, whose specs cut the batch over the workers. One
+worker's function sees its own rows, which are whole along that axis. So the axis has to leave the
+specs before JAX looks at shapes, and before it differentiates: a program that was transposed with
+the axis has sums over workers in it. JAX offers no place for that, so three of its functions are
+replaced while any thread traces a worker's function. They look at a `ContextVar` and change nothing
+for others. If a release of JAX moves them, `can_leave_out` is false, and a `shard_map` that names
+the axis is refused (`jaxsparse.training.one_worker`).
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+from jax.extend.core import Primitive
+from jax.extend.source_info_util import register_exclusion
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from jaxsparse.comm import compat
+
+Typed = Literal["none", "named", "all"]
+
+register_exclusion(__file__)  # its frames are not the place of a shard_map
+
+
+@dataclasses.dataclass
+class Tracing:
+    """How shard_maps are traced in one worker's function.
+
+    Attributes:
+        axis_name: the axis of the workers.
+        typed: in which bodies values are typed as varying over the axis, where types are checked.
+        is_simulated: whether workers are simulated, so that a mesh is each worker's own.
+        is_named: whether the `in_specs` that JAX read last name the axis. None: they were used.
+        has_named: whether there was a `shard_map` with checked types that names the axis.
+        places: where shard_maps that name the axis are.
+        is_made: whether the `out_specs` that JAX read last name the axis.
+    """
+
+    axis_name: str
+    typed: Typed
+    is_simulated: bool
+    is_named: bool | None = None
+    has_named: bool = False
+    places: list[str] = dataclasses.field(default_factory=list)
+    is_made: bool = False
+
+
+_TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
+    "jaxsparse_shard_maps", default=None
+)
+_LOCK = threading.Lock()
+_threads = 0  # that trace now
+_originals: tuple[Any, ...] = ()
+
+
+def can_leave_out() -> bool:
+    """Whether this release of JAX has the functions that have to be replaced."""
+    return compat.shard_map_functions() is not None
+
+
+@contextlib.contextmanager
+def leave_out(
+    axis_name: str, typed: Typed = "none", is_simulated: bool = False
+) -> Iterator[Tracing]:
+    """A context in which shard_maps are those of one worker, see `Tracing`."""
+    tracing = Tracing(axis_name, typed, is_simulated)
+    token = _TRACING.set(tracing)
+    _replace(1)
+    try:
+        yield tracing
+    except Exception as error:
+        if tracing.places:
+            error.add_note(
+                f"The jax.shard_map at {tracing.places[-1]} names the workers' axis {axis_name!r}. "
+                "In one worker's function values are whole along it: parameters are not cut over "
+                "it, and a batch has this worker's rows alone"
+            )
+        raise
+    finally:
+        _replace(-1)
+        _TRACING.reset(token)
+
+
+def _replace(more: int) -> None:
+    """Counts the threads that trace. The first one replaces JAX's functions, the last restores."""
+    global _threads, _originals
+    found = compat.shard_map_functions()
+    if found is None:
+        return
+    module, primitive = found
+    with _LOCK:
+        _threads += more
+        if _threads == 1 and more == 1:
+            _originals = module._shmap_checks, module.broadcast_prefix
+            checks, prefix = _originals
+            module._shmap_checks = lambda *args, **kwargs: _checked(checks, *args, **kwargs)
+            module.broadcast_prefix = lambda *args, **kwargs: _spread(prefix, *args, **kwargs)
+            bind = primitive.bind
+            primitive.bind = lambda *args, **params: _bound(bind, *args, **params)
+        elif _threads == 0:
+            module._shmap_checks, module.broadcast_prefix = _originals
+            del primitive.bind  # that of its class is left
+
+
+def _checked(original: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any) -> Any:
+    """JAX's checks of a mesh. It takes the context's in the place of a given one of these axes.
+
+    A trainer holds its mesh. Where the workers' axis is manual, the one in context has other types.
+    JAX keeps what is returned for the next call, so that it is the given one.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    is_manual = _TRACING.get() is not None and mesh is not None and bool(context.manual_axes)
+    is_same = is_manual and dict(mesh.shape) == dict(context.shape)
+    own = context if is_same else mesh
+    found, *others = original(own, *args, **kwargs)
+    return (mesh if own is not mesh else found, *others)
+
+
+def _spread(original: Callable[..., Any], prefix: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
+    """Specs for each leaf, without the workers' axis."""
+    specs = original(prefix, tree, *args, **kwargs)
+    tracing = _TRACING.get()
+    if tracing is None:
+        return specs
+    is_named = any(names(spec, tracing.axis_name) for spec in specs)
+    if kwargs:  # of arguments: those of results take no keyword
+        tracing.is_named = is_named
+    else:
+        tracing.is_made = is_named
+    return [without(spec, tracing.axis_name) for spec in specs]
+
+
+def _bound(
+    original: Callable[..., Any],
+    *args: Any,
+    subfuns: tuple[Callable[..., Any], ...],
+    mesh: Any,
+    check_vma: bool,
+    newly_manual_axes: frozenset[str],
+    **params: Any,
+) -> Any:
+    """A shard_map's equation, manual over the workers' axis, too.
+
+    Where types are checked, the worker's values have to differ by type from other workers', or JAX
+    would sum cotangents over workers.
+    """
+    tracing = _TRACING.get()
+    place = compat.place() if tracing is not None else ""
+    if tracing is not None and tracing.axis_name in mesh.axis_names:
+        axis, context = tracing.axis_name, jax.sharding.get_abstract_mesh()
+        is_called = tracing.is_named is not None  # by a user, and not by JAX's own rules
+        is_named = bool(tracing.is_named)
+        tracing.is_named = None
+        if is_named:
+            tracing.places.append(place)
+            tracing.has_named |= check_vma
+        body = subfuns[0]
+        if is_called:
+            body = functools.partial(_run, body, tracing, place, is_named)
+        if tracing.is_simulated:
+            _check_size(mesh, axis, place)
+            newly_manual_axes -= {axis}  # of size 1: inside, the axis is that of the workers
+        elif axis in context.manual_axes:
+            mesh, newly_manual_axes = context, newly_manual_axes - set(context.manual_axes)
+        else:
+            newly_manual_axes |= {axis}
+            is_typed = tracing.typed == "all" or (tracing.typed == "named" and is_named)
+            if is_called and check_vma and is_typed:
+                body = functools.partial(_typed, body, axis)
+        subfuns = (body,)
+    try:
+        return original(
+            *args,
+            subfuns=subfuns,
+            mesh=mesh,
+            check_vma=check_vma,
+            newly_manual_axes=newly_manual_axes,
+            **params,
+        )
+    except ValueError as error:
+        if tracing is None or not (check_vma and tracing.is_simulated):
+            raise
+        if f"'{tracing.axis_name}'" not in str(error):
+            raise
+        raise ValueError(
+            f"the jax.shard_map at {place} uses the axis {tracing.axis_name!r} of simulated "
+            "workers inside, which its types do not know: give it check_vma=False"
+        ) from error
+
+
+def _check_size(mesh: Any, axis_name: str, place: str) -> None:
+    if (size := mesh.shape[axis_name]) > 1:
+        raise ValueError(
+            f"workers are simulated on the axis {axis_name!r}, and the jax.shard_map at "
+            f"{place} has a mesh whose axis {axis_name!r} has {size} devices: give "
+            'workers another name, as in axis_name="workers", here and in the exchange'
+        )
+
+
+def _run(body: Callable[..., Any], tracing: Tracing, place: str, is_named: bool, *args: Any) -> Any:
+    found = body(*args)
+    if tracing.is_made and not is_named:
+        raise ValueError(
+            f"the jax.shard_map at {place} names the workers' axis {tracing.axis_name!r} in its "
+            "out_specs alone. What a device makes may be a W-th of one worker's rows, or all of "
+            "them: leave the axis out of out_specs, and make all of a worker's rows"
+        )
+    return found
+
+
+def _typed(body: Callable[..., Any], axis_name: str, *args: Any) -> Any:
+    results, specs = body(*(enter(x, axis_name) for x in args)).unpack_aux()
+    return results.map(lambda x: leave(x, axis_name)).with_aux(specs)
+
+
+def names(spec: Any, axis_name: str) -> bool:
+    """Whether a partition names the axis."""
+    parts = spec if isinstance(spec, PartitionSpec) else ()
+    return any(axis_name == part or axis_name in (part or ()) for part in parts)
+
+
+def without(spec: Any, axis_name: str) -> Any:
+    """A partition without the axis. What is no partition stays."""
+    if not names(spec, axis_name):
+        return spec
+    left = (
+        tuple(name for name in part if name != axis_name) if isinstance(part, tuple) else part
+        for part in spec
+    )
+    parts = (None if part in ((), axis_name) else part for part in left)
+    kinds = {kind: found for kind in ("unreduced", "reduced") if (found := getattr(spec, kind, ()))}
+    return PartitionSpec(*parts, **kinds)
+
+
+# Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
+# JAX's own cast to varying would sum them over workers.
+def _cast(name: str, drops: bool) -> Primitive:
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, *, axis_name: x)
+    primitive.def_abstract_eval(
+        lambda aval, *, axis_name: compat.with_varying(aval, axis_name, not drops)
+    )
+    mlir.register_lowering(primitive, lambda ctx, x, *, axis_name: [x])
+    batching.primitive_batchers[primitive] = lambda args, dims, *, axis_name: (
+        primitive.bind(args[0], axis_name=axis_name),
+        dims[0],
+    )
+    return primitive
+
+
+_enter, _leave = _cast("enter_worker", drops=False), _cast("leave_worker", drops=True)
+ad.deflinear2(_enter, lambda ct, _, *, axis_name: [leave(ct, axis_name)])
+ad.deflinear2(_leave, lambda ct, _, *, axis_name: [enter(ct, axis_name)])
+
+
+def enter(x: Any, axis_name: str) -> Any:
+    """Types a worker's value as varying over workers."""
+    if axis_name in compat.varying_axes(x):
+        return x
+    return _enter.bind(x, axis_name=axis_name)
+
+
+def leave(x: Any, axis_name: str) -> Any:
+    """Types a value as no longer varying. One that is equal on all workers is used by all."""
+    if axis_name not in compat.varying_axes(x):
+        x = compat.cast_to_varying(x, axis_name)
+    return _leave.bind(x, axis_name=axis_name)

@@ -1,0 +1,244 @@
+"""One worker's function as a program: traced, and checked.
+
+Code for `jax.jit` names all axes that share a batch: in constraints, `PartitionSpec(("hosts",
+"fsdp"))`, and in the specs of a `jax.shard_map` around a kernel. A function of one worker sees its
+part alone, so that "hosts" says nothing there. A `shard_map` loses the axis while it is traced, and
+constraints lose it in the program (`rewriting`).
+
+A gradient is traced as a whole, and mapped over workers afterwards, so that JAX differentiates a
+`shard_map` as it would on one worker's own devices.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import AxisType, NamedSharding
+
+from jaxsparse.comm import compat, shard_maps
+from jaxsparse.comm.meshes import AnyMesh
+from jaxsparse.comm.shard_maps import names
+
+# What `jax.vmap` calls the workers' axis. In the body of a shard_map, where it is manual, the axis
+# keeps the mesh's name.
+ROWS = "jaxsparse_rows"
+
+# Parameters of operations that say how values are sharded: of constraints, and of inner jax.jit.
+_OF_JIT = ("in_shardings", "out_shardings")
+SHARDINGS: dict[str, tuple[str, ...]] = {
+    "sharding_constraint": ("sharding",),
+    "jit": _OF_JIT,
+    "pjit": _OF_JIT,
+}
+_SPECS = ("in_specs", "out_specs")
+
+
+def trace(
+    one: Callable[..., list[Any]],
+    shapes: Sequence[Any],
+    axis_name: str,
+    workers: int,
+    is_on_mesh: bool,
+) -> ClosedJaxpr:
+    """The program of one worker's function.
+
+    Args:
+        one: function of arrays, which returns a list of arrays.
+        shapes: the shapes and dtypes of its arguments.
+        axis_name: the axis of the workers, bound inside.
+        workers: number of workers, W.
+        is_on_mesh: whether the axis is one of the mesh. If not, workers are simulated, and a mesh
+            that the function has is each worker's own.
+
+    Raises:
+        ValueError: a `shard_map` inside can't run on one worker's values.
+    """
+    if not is_on_mesh:
+        with shard_maps.leave_out(axis_name, is_simulated=True):
+            return _trace(one, shapes, axis_name, workers, None)
+    # Types of the workers' axis are given where a body uses it. Else they would be in the way: of a
+    # value with that type JAX keeps, for the backward pass, an array that is cut over workers.
+    with shard_maps.leave_out(axis_name) as tracing:
+        try:
+            program = _trace(one, shapes, axis_name, workers, axis_name)
+        except Exception:
+            if not tracing.has_named:
+                raise
+            program = None
+    if not shard_maps.can_leave_out():
+        assert program is not None
+        _check_names(program.jaxpr, axis_name)
+    if program is not None and not _untyped(program.jaxpr, axis_name):
+        return program
+    if tracing.has_named:
+        with shard_maps.leave_out(axis_name, "named"):
+            program = _trace(one, shapes, axis_name, workers, axis_name)
+    assert program is not None
+    if not (untyped := _untyped(program.jaxpr, axis_name)):
+        return program
+    try:
+        with shard_maps.leave_out(axis_name, "all"):
+            return _trace(one, shapes, axis_name, workers, axis_name)
+    except Exception as error:
+        raise ValueError(
+            f"the jax.shard_map at {compat.place_of(untyped[0])} uses the axis {axis_name!r} "
+            "inside, and its types do not allow that on one worker's values: give it "
+            f"check_vma=False, or name {axis_name!r} in its in_specs"
+        ) from error
+
+
+def _trace(
+    one: Callable[..., Any], shapes: Sequence[Any], axis_name: str, workers: int, spmd: str | None
+) -> ClosedJaxpr:
+    programs = list[ClosedJaxpr]()
+
+    def inside(_: Any) -> None:
+        programs.append(jax.make_jaxpr(one)(*shapes))
+
+    # Under vmap JAX knows that the axis is mapped, and does not sum a shard_map's cotangents over
+    # it. The second axis tells JAX's caches of inner jax.jit that this is a worker's code.
+    each = jax.vmap(inside, axis_name=axis_name, spmd_axis_name=spmd)
+    one_row = jax.vmap(each, in_axes=None, axis_name=ROWS, axis_size=1)
+    try:
+        jax.eval_shape(one_row, jax.ShapeDtypeStruct((workers,), jnp.float32))
+    except ValueError as error:
+        if type(error).__name__ != "IndivisibleError" or f"'{axis_name}'" not in str(error):
+            raise
+        raise ValueError(
+            f"the code at {compat.place_of_error(error)} has shardings that cut one worker's rows "
+            f"over the workers' axis {axis_name!r} once more: leave it out of the in_shardings and "
+            "out_shardings of an inner jax.jit"
+        ) from error
+    return programs[-1]
+
+
+@contextlib.contextmanager
+def told_of_explicit(mesh: AnyMesh | None, axis_name: str) -> Iterator[None]:
+    """Tells what a function for Explicit axes has to leave out where the workers' axis is manual.
+
+    Raises:
+        ValueError: JAX refused the function for the axis' sake.
+    """
+    try:
+        yield
+    except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
+        words = str(error) or repr(axis_name)  # JAX asserts without words
+        is_of_axis = any(word in words for word in (repr(axis_name), f": {axis_name} ", "`Manual`"))
+        if mesh is None or AxisType.Explicit not in mesh.axis_types or not is_of_axis:
+            raise
+        raise ValueError(
+            f"the code at {compat.place_of_error(error)} does not run in one worker's function on "
+            f"Explicit axes, where the workers' axis {axis_name!r} is manual: leave {axis_name!r} "
+            "out of PartitionSpecs, give jax.shard_map its in_specs, and use neither auto_axes "
+            "nor explicit_axes nor jax.ensure_compile_time_eval; or make the mesh with "
+            "axis_types=(jax.sharding.AxisType.Auto,) * n"
+        ) from error
+
+
+def _equations(program: Jaxpr) -> Iterator[Any]:
+    """All equations of a program and of those inside it, but of bodies of shard_maps."""
+    for equation in program.eqns:
+        yield equation
+        if equation.primitive.name != "shard_map":
+            for inner in compat.inner_programs(equation.params):
+                yield from _equations(inner)
+
+
+def uses(program: Jaxpr, axis_name: str) -> bool:
+    """Whether an equation anywhere in the program names the axis, as collectives do."""
+    return any(
+        axis_name in compat.axes_of(equation.params)
+        or any(uses(inner, axis_name) for inner in compat.inner_programs(equation.params))
+        for equation in program.eqns
+    )
+
+
+def _untyped(program: Jaxpr, axis_name: str) -> list[Any]:
+    """The shard_maps with checked types whose bodies use the axis, and have no value of its type.
+
+    There JAX would take what is reduced over the axis for equal on all workers.
+    """
+    return [
+        equation
+        for equation in _equations(program)
+        if equation.primitive.name == "shard_map"
+        and equation.params["check_vma"]
+        and uses(equation.params["jaxpr"], axis_name)
+        and not _enters(equation.params["jaxpr"])
+    ]
+
+
+def _check_names(program: Jaxpr, axis_name: str) -> None:
+    for equation in _equations(program):
+        if equation.primitive.name != "shard_map":
+            continue
+        if any(names(s, axis_name) for key in _SPECS for s in equation.params[key]):
+            raise ValueError(
+                f"from this release of JAX the library can't take an axis out of specs, and the "
+                f"jax.shard_map at {compat.place_of(equation)} names the workers' axis "
+                f"{axis_name!r}: leave it out of in_specs and out_specs there"
+            )
+
+
+def _enters(program: Jaxpr) -> bool:
+    return any(e.primitive.name in ("enter_worker", "leave_worker") for e in program.eqns)
+
+
+# What hands a gradient on as it is, and what multiplies it.
+_HANDS_ON = {
+    "add_any", "broadcast_in_dim", "convert_element_type", "copy", "enter_worker", "leave_worker",
+    "neg", "optimization_barrier", "pcast", "pvary", "reshape", "sharding_constraint", "squeeze",
+    "transpose",
+}  # fmt: skip
+_MULTIPLIES = {"mul", "div"}
+_SUMS = {"psum", "psum_invariant", "reduce_scatter"}
+
+
+def sum_over_workers(program: Jaxpr, output: int, axis_name: str) -> Any:
+    """The equation that sums an output over the workers, as the last that changes it; or None.
+
+    Such is the gradient of a custom derivative that sums over the batch's axes by hand.
+    """
+    made = {var: (eqn, i) for eqn in program.eqns for i, var in enumerate(eqn.outvars)}
+
+    def is_constant(var: Any) -> bool:
+        if hasattr(var, "val"):
+            return True
+        return var in made and all(map(is_constant, made[var][0].invars))
+
+    def find(var: Any) -> Any:
+        if hasattr(var, "val") or var not in made:
+            return None
+        equation, i = made[var]
+        name, inputs = equation.primitive.name, equation.invars
+        if name in _SUMS and axis_name in compat.axes_of(equation.params):
+            return None if is_constant(inputs[i]) else equation
+        if name in _MULTIPLIES and any(map(is_constant, inputs)):
+            inputs = [x for x in inputs if not is_constant(x)]
+        elif name not in _HANDS_ON:
+            inner = compat.inner_programs(equation.params)
+            found = [
+                sum_over_workers(program, i, axis_name)
+                for program in inner
+                if len(program.outvars) == len(equation.outvars)
+            ]
+            return next(filter(None, found), None)
+        return next(filter(None, map(find, inputs)), None)
+
+    return find(program.outvars[output])
+
+
+def knows_mesh(program: Jaxpr) -> bool:
+    """Whether an operation has a mesh: a constraint, a `shard_map`, an inner jit with shardings."""
+    return any(
+        equation.primitive.name == "shard_map"
+        or any(
+            isinstance(x, NamedSharding)
+            for name in SHARDINGS.get(equation.primitive.name, ())
+            for x in jax.tree.leaves(equation.params[name])
+        )
+        for equation in _equations(program)
+    )

@@ -1,0 +1,293 @@
+"""Losses with parallel programs inside: each worker's row is its plain gradient, or is refused.
+
+Right values are plain JAX's: the same mathematics without a `jax.shard_map`, under `jax.vmap`.
+"""
+
+import contextlib
+import re
+import threading
+import warnings
+
+import forms
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from forms import FORMS, Way
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from workers import some
+
+import jaxsparse
+from jaxsparse.comm import compat, shard_maps
+
+MESHES = {
+    (4, 2): ("data", "tp"),
+    (2, 2, 2): ("data", "fsdp", "tp"),
+    (8,): ("data",),
+    (8, 1): ("data", "tp"),
+}
+# What one worker's function can't run, and its words. The rest is right, or jax.jit refuses it.
+REFUSED = {
+    "jit_with_shardings": r"forms.py:\d+ .* once more: leave it out of the in_shardings",
+    "custom_partitioning_beside": r"custom_partitioning at .*forms.py:\d+.*leave out jax.set_mesh",
+}
+OF_SIMULATED = {
+    **dict.fromkeys(FORMS, r"shard_map at .*forms.py:\d+.* give it check_vma=False"),
+}
+
+
+def mesh_of(shape, kind=AxisType.Auto):
+    names = MESHES[shape]
+    count = int(np.prod(shape))
+    return jax.make_mesh(shape, names, (kind,) * len(names), devices=jax.devices()[:count])
+
+
+def put(where, workers):
+    tp = "tp" if "tp" in where.axis_names else None
+    specs = {"a": P(None, tp), "b": P(tp)}
+    place = lambda x, spec: jax.device_put(x, NamedSharding(where, spec))
+    return {n: place(forms.W[n], specs[n]) for n in specs}, place(forms.inputs(workers), P("data"))
+
+
+def check(found, right):
+    for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=2e-4, atol=2e-6)
+
+
+def check_or_refused(run, right, loss, given, words):
+    """Runs it. It is right, or refused in these words, or refused by plain JAX, too."""
+    try:
+        found = run()
+    except Exception as error:
+        if words is not None and re.search(words, str(error), re.DOTALL):
+            return
+        try:
+            jax.jit(jax.grad(loss))(*given)
+        except Exception as plain:
+            if "unbound axis name" not in str(plain):  # jax.jit does not know the workers' axis
+                return
+        raise
+    check(found, right)
+
+
+ALL = [
+    (shape, named, checked, known)
+    for shape in MESHES
+    for named in (False, True)
+    for checked in (False, True)
+    for known in (False, True)
+]
+# The usual form of trainers, and what was wrong in silence.
+USUAL = [((4, 2), True, True, False), ((4, 2), False, False, True)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", some(ALL, USUAL), ids=str)
+def test_rows_are_plain_gradients(form, way):
+    shape, named, checked, known = way
+    where, workers = mesh_of(shape), shape[0]
+    given = put(where, workers)
+    loss = FORMS[form](Way(where, named, checked, is_given=not known or named))
+    run = jax.jit(jaxsparse.value_and_grad(loss, mesh=where))
+    words = REFUSED.get(form) if shape[1:] in ((), (1,)) else None
+    with jax.set_mesh(where) if known else contextlib.nullcontext():
+        check_or_refused(lambda: run(*given), forms.right(form, workers), loss, given, words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("shape", [(4, 2), (8,)], ids=str)
+def test_local_steps(form, checked, shape):
+    """The inner steps of workers, whose displacements have the mean of their gradients."""
+    where, workers = mesh_of(shape), shape[0]
+    params, x = put(where, workers)
+    loss = FORMS[form](Way(where, True, checked, is_given=True))
+
+    def step(state, x):
+        value, grads = jax.value_and_grad(loss)(state[0], x)
+        return (jax.tree.map(jnp.subtract, state[0], grads),), value
+
+    def run():
+        train = jaxsparse.LocalSteps(step, jaxsparse.dense(), optax.sgd(1.0), where, every=1)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # it communicates
+            state, values = train(train.init((jax.tree.map(jnp.array, params),)), x, 0)
+        return values, jax.tree.map(lambda a, b: a - b, forms.W, jax.device_get(state.params))
+
+    values, grads = forms.right(form, workers)
+    right = values, jax.tree.map(lambda g: g.mean(0), grads)
+    refused = "communicates over 'data'|" + REFUSED.get(form, "communicates")
+    check_or_refused(run, right, loss, (params, x), refused if shape == (8,) else None)
+
+
+SIMULATED = [(False, False), (False, True), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize("form", some(FORMS, ["flash_attention", "mean_of_workers_inside"]))
+@pytest.mark.parametrize("way", SIMULATED, ids=str)
+def test_simulated_workers_with_a_mesh_of_their_own(form, way):
+    """A trainer on one host has a mesh with an axis "data" of size 1, which means the workers."""
+    named, checked = way
+    where = jax.make_mesh((1, 2), ("data", "tp"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    given = forms.W, forms.inputs(3)
+    loss = FORMS[form](Way(where, named, checked, is_given=True))
+    run = jax.jit(jaxsparse.value_and_grad(loss, workers=3))
+    words = OF_SIMULATED[form] if checked else None
+    check_or_refused(lambda: run(*given), forms.right(form, 3), loss, given, words)
+
+
+def test_simulated_workers_and_a_mesh_that_has_more():
+    where = mesh_of((4, 2))
+    loss = FORMS["elementwise"](Way(where, True, False, is_given=True))
+    refused = r"axis 'data', and the jax.shard_map at .*forms.py:\d+.* 4 devices.*axis_name=\"work"
+    with pytest.raises(ValueError, match=refused):
+        jaxsparse.value_and_grad(loss, workers=3)(forms.W, forms.inputs(3))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_per_worker_runs_one_workers_optimizer(named):
+    """Each worker's update is made from its own gradients, and nothing else crosses workers."""
+    where = mesh_of((4, 2))
+    spec = P("data" if named else None, "tp")
+    body = lambda x: jnp.tanh(x) * (1 + jnp.float32(lax.axis_index("data")))
+    split = jax.shard_map(body, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
+    inner = optax.stateless(lambda updates, _: jax.tree.map(split, updates))
+    tx = optax.chain(jaxsparse.per_worker(inner, mesh=where), jaxsparse.dense(mesh=where))
+    params, _ = put(where, 4)
+    grads = {n: np.arange(4 * x.size).reshape(4, *x.shape) % 7 / 7 for n, x in params.items()}
+    grads = jax.tree.map(np.float32, grads)
+    found, _ = jax.jit(tx.update)(grads, jaxsparse.shard(tx.init(params), where), params)
+    ranks = np.arange(1.0, 5)[:, None, None]
+    check(found, {n: (np.tanh(g) * ranks).mean(0) for n, g in grads.items()})
+
+
+def by_hand(summed):
+    """A derivative that sums over workers by hand, as trainers do for jax.jit."""
+
+    @jax.custom_vjp
+    def shared(w):
+        return w
+
+    shared.defvjp(lambda w: (w, None), lambda _, g: (summed(g),))
+    return shared
+
+
+SUMS = {
+    "outside": lambda where, f: lambda w, x: jnp.mean((x @ f(w["a"])) ** 2),
+    "in a scan": lambda where, f: (
+        lambda w, x: jnp.mean(
+            lax.scan(lambda h, _: (jnp.tanh(h @ f(w["a"]) @ w["b"]), None), x, None, length=2)[0]
+            ** 2
+        )
+    ),
+    "in a body": lambda where, f: (
+        lambda w, x: jnp.mean(
+            jax.shard_map(
+                lambda x, a: x @ f(a),
+                mesh=where,
+                in_specs=(P("data"), P(None, "tp")),
+                out_specs=P("data", "tp"),
+                check_vma=False,
+            )(x, w["a"])
+            ** 2
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("place", SUMS)
+def test_gradients_that_are_sums_already_are_refused(place):
+    where = mesh_of((4, 2))
+    loss = SUMS[place](where, by_hand(lambda g: lax.psum(g, "data") / 4))
+    words = r"gradient\['a'\] is a sum over 'data' already, by the psum at .*losses.py:\d+"
+    with pytest.raises(ValueError, match=words):
+        jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+def test_results_alone_that_name_the_axis_are_refused():
+    where = mesh_of((4, 2))
+    ones = jax.shard_map(
+        lambda: jnp.ones((1, 8)), mesh=where, in_specs=(), out_specs=P("data"), check_vma=False
+    )
+    with pytest.raises(ValueError, match=r"losses.py:\d+.* names .*'data' in its out_specs alone"):
+        jaxsparse.grad(lambda w, x: jnp.mean(ones() * x @ w["a"]), mesh=where)(*put(where, 4))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h, w, spec: jax.reshard(h, P("data", None)),
+        lambda h, w, spec: jax.sharding.auto_axes(jnp.tanh, out_sharding=spec)(h),
+        lambda h, w, spec: jax.shard_map(jnp.tanh, out_specs=spec)(h),
+    ],
+)
+def test_what_explicit_axes_refuse_is_told(write):
+    where = mesh_of((4, 2), AxisType.Explicit)
+    spec = P(None, "tp")
+
+    def loss(w, x):
+        h = jnp.einsum("bi,ij->bj", x, w["a"], out_sharding=spec)
+        return jnp.mean(write(h, w, spec) ** 2)
+
+    words = r"losses.py:\d+ .*does not run in one worker's function on Explicit axes.*leave 'data'"
+    with jax.set_mesh(where), pytest.raises(ValueError, match=words):
+        jax.jit(jaxsparse.grad(loss))(*put(where, 4))
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_explicit_axes(checked, given):
+    where = mesh_of((4, 2), AxisType.Explicit)
+    spec, options = P(None, "tp"), {"mesh": where} if given else {}
+    split = jax.shard_map(jnp.tanh, in_specs=spec, out_specs=spec, check_vma=checked, **options)
+
+    def loss(w, x):
+        h = split(jnp.einsum("bi,ij->bj", x, w["a"], out_sharding=spec))
+        return jnp.mean(jnp.square(jnp.einsum("bi,ij->bj", h, w["b"], out_sharding=P()) - x))
+
+    with jax.set_mesh(where):
+        found = jax.jit(jaxsparse.value_and_grad(loss))(*put(where, 4))
+    check(found, forms.right("elementwise", 4))
+
+
+def test_jax_is_as_it_was_afterwards_and_in_other_threads():
+    where = mesh_of((4, 2))
+    module, primitive = compat.shard_map_functions()
+    before = module._shmap_checks, module.broadcast_prefix, primitive.bind
+    params, x = put(where, 4)
+    loss = FORMS["elementwise"](Way(where, True, False, is_given=True))
+    inside, done, found = threading.Event(), threading.Event(), []
+
+    def other():
+        inside.wait(60)
+        found.append(jax.jit(jax.grad(loss))(params, x))  # while the other thread traces
+        done.set()
+
+    def traced(w, x):
+        inside.set()
+        done.wait(60)
+        raise KeyError("an error of the loss")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(KeyError, match="an error of the loss"):
+        jaxsparse.grad(traced, mesh=where)(params, x)
+    thread.join()
+    check(found[0], jax.tree.map(lambda g: g.mean(0), forms.right("elementwise", 4)[1]))
+    assert (module._shmap_checks, module.broadcast_prefix) == before[:2]
+    assert primitive.bind == before[2]
+
+
+def test_a_release_that_moves_jaxs_functions_is_told(monkeypatch):
+    monkeypatch.setattr(compat, "shard_map_functions", lambda: None)
+    assert not shard_maps.can_leave_out()
+    where = mesh_of((4, 2))
+    params, x = put(where, 4)
+    unnamed = FORMS["elementwise"](Way(where, False, False, is_given=True))
+    check(jaxsparse.value_and_grad(unnamed, mesh=where)(params, x), forms.right("elementwise", 4))
+    named = FORMS["elementwise"](Way(where, True, False, is_given=True))
+    words = r"this release of JAX .*shard_map at .*forms.py:\d+.* names the workers' axis 'data'"
+    with pytest.raises(ValueError, match=words):
+        jaxsparse.value_and_grad(named, mesh=where)(params, x)
