@@ -121,8 +121,7 @@ def axes_of(parameters: dict[str, Any]) -> tuple[str, ...]:
 
 def manual_axes_of(parameters: dict[str, Any]) -> frozenset[str]:
     """The axes that a `jax.shard_map` makes manual, from its parameters in a program."""
-    names = ("newly_manual_axes", "manual_axes")  # JAX 0.10.0 has the second
-    return frozenset(next(parameters[name] for name in names if name in parameters))
+    return frozenset(parameters["newly_manual_axes"])
 
 
 def shard_map_functions() -> tuple[Any, Any] | None:
