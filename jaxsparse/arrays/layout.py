@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jaxsparse.arrays.magnitude import LARGEST, clipped
-from jaxsparse.arrays.platforms import by_platform
+from jaxsparse.arrays.platforms import by_platform, kept_flat
 from jaxsparse.arrays.settings import static_int
 
 # A bucket as arrays, one for each leaf or part of a leaf in it. The array of a leaf is [1, *shape],
@@ -143,7 +143,7 @@ def _pieces(leaves: Mapping[int, Array], own: Sequence[_Piece]) -> Pieces:
 
 def join(pieces: Sequence[Float[Array, "..."]]) -> Float[Array, " d"]:
     """The vector of pieces laid end to end."""
-    flat = [piece.reshape(-1) for piece in pieces]
+    flat = [kept_flat(piece.reshape(-1), piece.shape) for piece in pieces]
     if not flat:
         return jnp.zeros((0,), jnp.float32)
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
@@ -164,7 +164,7 @@ def cut(vectors: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
             (hidden[i // _KNOWN] + a, n, s) for i, (a, n, s) in enumerate(zip(known, sizes, shapes))
         ]
     return jax.tree.map(
-        lambda x: tuple(piece(x, a, n).reshape(shape) for a, n, shape in each), vectors
+        lambda x: tuple(kept_flat(piece(x, a, n), s).reshape(s) for a, n, s in each), vectors
     )
 
 

@@ -26,6 +26,7 @@ platform_dependent = lax.platform_dependent
 _TILE = 2**20
 _ROWS = 8
 _LANES = 16
+_LANES_OF_TPU = 128  # of a vector register, to which XLA pads the last axis of an array
 # Bits that a pass of the search for a k-th largest finds on a GPU. More bits mean fewer passes, but
 # each pass counts for 2**bits - 1 trials.
 _DIGIT_BITS = 4
@@ -52,6 +53,17 @@ def by_platform(
     its own callers otherwise. Tests compare the two on CPU.
     """
     return platform_dependent(*operands, default=default, cuda=gpu, rocm=gpu)
+
+
+def kept_flat(x: Array, shape: tuple[int, ...]) -> Array:
+    """A flat piece of a vector, which has or gets this shape, kept apart from the vector on TPUs.
+
+    XLA:TPU moves a reshape across the slice or the concatenation behind it. A shape with few columns
+    then pads the whole vector to 128 lanes: one leaf (512, 4) took 30 times a bucket's bytes.
+    """
+    if len(shape) < 2 or shape[-1] % _LANES_OF_TPU == 0:
+        return x
+    return platform_dependent(x, default=lambda x: x, tpu=lax.optimization_barrier)
 
 
 def over_tiles(

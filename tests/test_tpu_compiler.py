@@ -1,0 +1,48 @@
+"""What XLA:TPU makes of an exchange. It compiles without a TPU: `pip install 'jax[tpu]'`."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import jaxsparse
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="XLA:TPU is not installed: pip install 'jax[tpu]'",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    from jax.experimental.topologies import get_topology_desc
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TPU_SKIP_MDS_QUERY", "1")  # there is no machine to ask
+        environment.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-16")
+        environment.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+        devices = get_topology_desc("v5e:2x4", "tpu").devices
+    return Mesh(np.array(devices).reshape(8), ("data",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("name", ["spardl", "powersgd"])
+def test_a_leaf_of_few_columns_does_not_pad_its_bucket(name, mesh):
+    """Each array's last axis takes 128 lanes, so a bucket as rows of 4 would take 32 times itself."""
+    make = getattr(jaxsparse, name)
+    shapes = {"w": (1000, 1024), "norm": (500, 4)}
+    at = lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    params = {n: at(P(), jax.ShapeDtypeStruct(s, jnp.float32)) for n, s in shapes.items()}
+    rows = {n: jax.ShapeDtypeStruct((8, *s), jnp.float32) for n, s in shapes.items()}
+    tx = make(2 if name == "powersgd" else 0.01, mesh=mesh, specs=params)
+    state = jax.eval_shape(tx.init, params)
+    state = jax.tree.map(lambda x, spec: at(spec, x), state, jaxsparse.specs(state))
+    update = jax.jit(lambda *given: tx.update(*given), donate_argnums=(0, 1))
+    rows = {n: at(P("data"), x) for n, x in rows.items()}
+    memory = update.lower(rows, state, params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 3 * sum(4 * x.size for x in params.values())
