@@ -33,7 +33,7 @@ def mesh():
 
 @pytest.mark.parametrize("name", ["spardl", "powersgd"])
 def test_a_leaf_of_few_columns_does_not_pad_its_bucket(name, mesh):
-    """Each array's last axis takes 128 lanes, so a bucket as rows of 4 would take 32 times itself."""
+    """An array's last axis takes 128 lanes, so a bucket as rows of 4 takes 32 times its bytes."""
     make = getattr(jaxsparse, name)
     shapes = {"w": (1000, 1024), "norm": (500, 4)}
     at = lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))

@@ -58,8 +58,8 @@ def by_platform(
 def kept_flat(x: Array, shape: tuple[int, ...]) -> Array:
     """A flat piece of a vector, which has or gets this shape, kept apart from the vector on TPUs.
 
-    XLA:TPU moves a reshape across the slice or the concatenation behind it. A shape with few columns
-    then pads the whole vector to 128 lanes: one leaf (512, 4) took 30 times a bucket's bytes.
+    XLA:TPU moves a reshape across the slice or the concatenation beside it. A shape with few
+    columns then pads the whole vector to 128 lanes: one leaf (512, 4) took 30 times its bytes.
     """
     if len(shape) < 2 or shape[-1] % _LANES_OF_TPU == 0:
         return x
