@@ -55,7 +55,7 @@ if VARIANT == "accumulation":
 
     train.gradient_accumulation_loss_and_grad = accumulated
 
-if VARIANT in ("ragged", "explicit"):
+if VARIANT == "explicit":
     SETTINGS |= maxtext_tiny.APART | {"ici_data_parallelism": 1}
     whole = train.loss_fn
 
@@ -76,7 +76,7 @@ if VARIANT in ("ragged", "explicit"):
 
     train.loss_fn = loss_fn
 
-if VARIANT in ("slices", "ragged", "explicit"):
+if VARIANT in ("slices", "explicit"):
     axis = {"axis_name": "diloco"}
     tx = lambda m, s: (
         jaxsparse.spardl(DENSITY, mesh=m, specs=s, **axis),
