@@ -371,6 +371,18 @@ def mean_of_workers_inside(way):
 
 
 @form
+def workers_in_a_jit(way):
+    """JAX keeps the trace of an inner jit. It is another one where types are."""
+
+    def body(h):
+        rank = 1 + jnp.float32(lax.axis_index("data"))
+        return jnp.tanh(h) * lax.pmean(rank * jnp.tanh(h), "data")
+
+    f = jax.jit(mapped(way, body))
+    return net(lambda h, w: f(h))
+
+
+@form
 def index_of_worker_inside(way):
     return net(
         lambda h, w: mapped(way, lambda h: jnp.tanh(h * (1 + jnp.float32(lax.axis_index("data")))))(

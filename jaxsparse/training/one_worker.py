@@ -75,13 +75,13 @@ def trace(
         return program
     if tracing.has_named:
         with shard_maps.leave_out(axis_name, "named"):
-            program = _trace(one, shapes, axis_name, workers, axis_name)
+            program = _trace(one, shapes, axis_name, workers, axis_name, "named")
     assert program is not None
     if not (untyped := _untyped(program.jaxpr, axis_name)):
         return program
     try:
         with shard_maps.leave_out(axis_name, "all"):
-            return _trace(one, shapes, axis_name, workers, axis_name)
+            return _trace(one, shapes, axis_name, workers, axis_name, "all")
     except Exception as error:
         raise ValueError(
             f"the jax.shard_map at {compat.place_of(untyped[0])} uses the axis {axis_name!r} "
@@ -91,7 +91,12 @@ def trace(
 
 
 def _trace(
-    one: Callable[..., Any], shapes: Sequence[Any], axis_name: str, workers: int, spmd: str | None
+    one: Callable[..., Any],
+    shapes: Sequence[Any],
+    axis_name: str,
+    workers: int,
+    spmd: str | None,
+    typed: shard_maps.Typed = "none",
 ) -> ClosedJaxpr:
     programs = list[ClosedJaxpr]()
 
@@ -99,9 +104,9 @@ def _trace(
         programs.append(jax.make_jaxpr(one)(*shapes))
 
     # Under vmap JAX knows that the axis is mapped, and does not sum a shard_map's cotangents over
-    # it. The second axis tells JAX's caches of inner jax.jit that this is a worker's code.
+    # it. The second axis tells JAX's caches of inner jax.jit how this worker's code is traced.
     each = jax.vmap(inside, axis_name=axis_name, spmd_axis_name=spmd)
-    one_row = jax.vmap(each, in_axes=None, axis_name=ROWS, axis_size=1)
+    one_row = jax.vmap(each, in_axes=None, axis_name=f"{ROWS}_{typed}", axis_size=1)
     try:
         jax.eval_shape(one_row, jax.ShapeDtypeStruct((workers,), jnp.float32))
     except ValueError as error:
@@ -202,33 +207,30 @@ def sum_over_workers(program: Jaxpr, output: int, axis_name: str) -> Any:
 
     Such is the gradient of a custom derivative that sums over the batch's axes by hand.
     """
-    made = {var: (eqn, i) for eqn in program.eqns for i, var in enumerate(eqn.outvars)}
-
-    def is_constant(var: Any) -> bool:
-        if hasattr(var, "val"):
-            return True
-        return var in made and all(map(is_constant, made[var][0].invars))
-
-    def find(var: Any) -> Any:
-        if hasattr(var, "val") or var not in made:
-            return None
+    made, constants = dict[Any, tuple[Any, int]](), set[Any]()
+    is_constant = lambda var: hasattr(var, "val") or var in constants
+    for equation in program.eqns:
+        made |= {var: (equation, i) for i, var in enumerate(equation.outvars)}
+        if all(map(is_constant, equation.invars)):
+            constants.update(equation.outvars)
+    found, seen = [program.outvars[output]], set[Any]()
+    while found:
+        var = found.pop()
+        if is_constant(var) or var in seen or var not in made:
+            continue
+        seen.add(var)
         equation, i = made[var]
         name, inputs = equation.primitive.name, equation.invars
         if name in _SUMS and axis_name in compat.axes_of(equation.params):
-            return None if is_constant(inputs[i]) else equation
-        if name in _MULTIPLIES and any(map(is_constant, inputs)):
-            inputs = [x for x in inputs if not is_constant(x)]
-        elif name not in _HANDS_ON:
-            inner = compat.inner_programs(equation.params)
-            found = [
-                sum_over_workers(program, i, axis_name)
-                for program in inner
-                if len(program.outvars) == len(equation.outvars)
-            ]
-            return next(filter(None, found), None)
-        return next(filter(None, map(find, inputs)), None)
-
-    return find(program.outvars[output])
+            if not is_constant(inputs[i]):
+                return equation
+        elif name in _HANDS_ON or (name in _MULTIPLIES and any(map(is_constant, inputs))):
+            found += inputs
+        for inner in compat.inner_programs(equation.params):
+            if len(inner.outvars) == len(equation.outvars):
+                if (inside := sum_over_workers(inner, i, axis_name)) is not None:
+                    return inside
+    return None
 
 
 def knows_mesh(program: Jaxpr) -> bool:
