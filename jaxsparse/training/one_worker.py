@@ -227,9 +227,10 @@ def sum_over_workers(program: Jaxpr, output: int, axis_name: str) -> Any:
         elif name in _HANDS_ON or (name in _MULTIPLIES and any(map(is_constant, inputs))):
             found += inputs
         for inner in compat.inner_programs(equation.params):
-            if len(inner.outvars) == len(equation.outvars):
-                if (inside := sum_over_workers(inner, i, axis_name)) is not None:
-                    return inside
+            is_call = len(inner.outvars) == len(equation.outvars)
+            inside = sum_over_workers(inner, i, axis_name) if is_call else None
+            if inside is not None:
+                return inside
     return None
 
 
