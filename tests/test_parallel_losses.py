@@ -146,12 +146,15 @@ def test_simulated_workers_and_a_mesh_that_has_more():
         jaxsparse.value_and_grad(loss, workers=3)(forms.W, forms.inputs(3))
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_per_worker_runs_one_workers_optimizer(named):
+def ranked(x):
+    return jnp.tanh(x) * (1 + jnp.float32(lax.axis_index("data")))
+
+
+@pytest.mark.parametrize(("named", "body"), [(False, ranked), (True, jnp.tanh)])
+def test_per_worker_runs_one_workers_optimizer(named, body):
     """Each worker's update is made from its own gradients, and nothing else crosses workers."""
     where = mesh_of((4, 2))
     spec = P("data" if named else None, "tp")
-    body = lambda x: jnp.tanh(x) * (1 + jnp.float32(lax.axis_index("data")))
     split = jax.shard_map(body, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
     inner = optax.stateless(lambda updates, _: jax.tree.map(split, updates))
     tx = optax.chain(jaxsparse.per_worker(inner, mesh=where), jaxsparse.dense(mesh=where))
@@ -159,7 +162,7 @@ def test_per_worker_runs_one_workers_optimizer(named):
     grads = {n: np.arange(4 * x.size).reshape(4, *x.shape) % 7 / 7 for n, x in params.items()}
     grads = jax.tree.map(np.float32, grads)
     found, _ = jax.jit(tx.update)(grads, jaxsparse.shard(tx.init(params), where), params)
-    ranks = np.arange(1.0, 5)[:, None, None]
+    ranks = np.arange(1.0, 5)[:, None, None] if body is ranked else 1.0
     check(found, {n: (np.tanh(g) * ranks).mean(0) for n, g in grads.items()})
 
 
@@ -204,6 +207,93 @@ def test_gradients_that_are_sums_already_are_refused(place):
     words = r"gradient\['a'\] is a sum over 'data' already, by the psum at .*losses.py:\d+"
     with pytest.raises(ValueError, match=words):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+def norm(where):
+    """A norm whose spec cuts weights over workers, as ZeRO does by hand."""
+    spec = P("data", "tp")
+    total = lambda a: lax.psum(jnp.sum(a * a), ("data", "tp"))
+    return jax.shard_map(total, mesh=where, in_specs=spec, out_specs=P(), check_vma=False)
+
+
+def test_what_is_whole_on_each_worker_is_not_cut_over_workers():
+    where = mesh_of((4, 2))
+    words = r"shard_map at .*losses.py:\d+.* cuts a value of shape \(8, 16\) that is of no batch"
+    loss = lambda w, x: jnp.mean((x @ w["a"]) ** 2) + norm(where)(w["a"])
+    params, x = put(where, 4)
+    with pytest.raises(ValueError, match=words):
+        jaxsparse.grad(loss, mesh=where)(params, x)
+    scaled = optax.stateless(lambda u, _: jax.tree.map(lambda g: g / norm(where)(g), u))
+    tx = jaxsparse.per_worker(scaled, mesh=where)
+    grads = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), {"a": params["a"]})
+    with pytest.raises(ValueError, match=words):
+        tx.update(grads, jaxsparse.shard(tx.init({"a": params["a"]}), where), {"a": params["a"]})
+
+
+CLOSED = {
+    "uses the axis": lambda s: lambda h: jnp.tanh(h) * s * lax.pmean(s, "data"),
+    "vmap": lambda s: jax.vmap(lambda row: jnp.tanh(row) * s),
+}
+
+
+@pytest.mark.parametrize("body", CLOSED)
+@pytest.mark.parametrize("checked", [False, True])
+def test_bodies_that_close_over_values(body, checked):
+    """With checked types, a value without the axis' type would get a sum over workers."""
+    where = mesh_of((4, 2))
+    params, x = put(where, 4)
+    params |= {"s": jnp.float32(0.3)}
+    spec = P("data", "tp")
+
+    def loss(w, x, split=True):
+        f = CLOSED[body](jnp.exp(w["s"]))
+        if split:
+            f = jax.shard_map(f, mesh=where, in_specs=spec, out_specs=spec, check_vma=checked)
+        return jnp.mean((f(x @ w["a"]) @ w["b"] - x) ** 2)
+
+    run = lambda: jaxsparse.value_and_grad(loss, mesh=where)(params, x)
+    if body == "uses the axis" and checked:
+        with pytest.raises(ValueError, match=r"losses.py:\d+.*closes over values of shapes \[\(\)"):
+            run()
+        return
+    plain = jax.vmap(
+        jax.value_and_grad(lambda w, x: loss(w, x, False)), (None, 0), axis_name="data"
+    )
+    right = plain({**forms.W, "s": jnp.float32(0.3)}, forms.inputs(4).reshape(4, -1, 8))
+    check(run(), right)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_bodies_that_return_constants(checked):
+    """As losses without an auxiliary one do."""
+    where = mesh_of((4, 2))
+    spec = P("data", "tp")
+    for nothing in (0.0, np.float32(0)):
+        body = lambda h, nothing=nothing: (jnp.tanh(h), nothing)
+        split = jax.shard_map(
+            body, mesh=where, in_specs=spec, out_specs=(spec, P()), check_vma=checked
+        )
+
+        def loss(w, x, split=split):
+            h, extra = split(x @ w["a"])
+            return jnp.mean((h @ w["b"] - x) ** 2) + extra
+
+        found = jaxsparse.value_and_grad(loss, mesh=where)(*put(where, 4))
+        check(found, forms.right("elementwise", 4))
+
+
+def test_a_branch_with_a_mean_of_workers_does_not_wait():
+    """Workers that take another branch do not come to it, on a mesh of workers alone."""
+    where = mesh_of((8,))
+    centered = lambda h: h - lax.pmean(h.mean(0, keepdims=True), "data")
+
+    def loss(w, x):
+        h = x @ w["a"]
+        return jnp.mean(lax.cond(h.sum() > 0, centered, lambda h: h, h) ** 2)
+
+    plain = jax.vmap(jax.value_and_grad(loss), (None, 0), axis_name="data")
+    right = plain(forms.W, forms.inputs(8).reshape(8, -1, 8))
+    check(jax.jit(jaxsparse.value_and_grad(loss, mesh=where))(*put(where, 8)), right)
 
 
 def test_results_alone_that_name_the_axis_are_refused():
@@ -261,8 +351,9 @@ def test_explicit_axes(checked, given):
 
 def test_jax_is_as_it_was_afterwards_and_in_other_threads():
     where = mesh_of((4, 2))
-    module, primitive = compat.shard_map_functions()
-    before = module._shmap_checks, module.broadcast_prefix, primitive.bind
+    module, mapping, primitive = compat.shard_map_functions()
+    private = lambda: (module._shmap_checks, module.broadcast_prefix, primitive.bind)
+    before = private(), mapping.spmd_names_insert_pvary
     params, x = put(where, 4)
     loss = FORMS["elementwise"](Way(where, True, False, is_given=True))
     inside, done, found = threading.Event(), threading.Event(), []
@@ -283,8 +374,7 @@ def test_jax_is_as_it_was_afterwards_and_in_other_threads():
         jaxsparse.grad(traced, mesh=where)(params, x)
     thread.join()
     check(found[0], jax.tree.map(lambda g: g.mean(0), forms.right("elementwise", 4)[1]))
-    assert (module._shmap_checks, module.broadcast_prefix) == before[:2]
-    assert primitive.bind == before[2]
+    assert (private(), mapping.spmd_names_insert_pvary) == before
 
 
 def test_a_release_that_moves_jaxs_functions_is_told(monkeypatch):

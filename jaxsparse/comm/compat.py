@@ -124,14 +124,21 @@ def manual_axes_of(parameters: dict[str, Any]) -> frozenset[str]:
     return frozenset(parameters["newly_manual_axes"])
 
 
-def shard_map_functions() -> tuple[Any, Any] | None:
-    """JAX's module of `jax.shard_map`, and its primitive. None if a release has them otherwise."""
+def shard_map_functions() -> tuple[Any, Any, Any] | None:
+    """JAX's modules of `jax.shard_map` and `jax.vmap`, and the primitive of the first.
+
+    None if a release has what `shard_maps` replaces otherwise.
+    """
     try:
         from jax._src import shard_map as module
+        from jax._src.interpreters import batching as mapping
     except ImportError:
         return None
-    has_all = all(hasattr(module, n) for n in ("_shmap_checks", "broadcast_prefix", "shard_map_p"))
-    return (module, module.shard_map_p) if has_all else None
+    needed = ("_shmap_checks", "broadcast_prefix", "shard_map_p")
+    has_all = all(hasattr(module, name) for name in needed)
+    if not has_all or not hasattr(mapping, "spmd_names_insert_pvary"):
+        return None
+    return module, mapping, module.shard_map_p
 
 
 def name_stack(equation: Any) -> str:

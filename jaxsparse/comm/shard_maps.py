@@ -3,7 +3,7 @@
 Trainers write a `jax.shard_map` for the whole mesh, whose specs cut the batch over the workers. One
 worker's function sees its own rows, which are whole along that axis. So the axis has to leave the
 specs before JAX looks at shapes, and before it differentiates: a program that was transposed with
-the axis has sums over workers in it. JAX offers no place for that, so three of its functions are
+the axis has sums over workers in it. JAX offers no place for that, so four of its functions are
 replaced while any thread traces a worker's function. They look at a `ContextVar` and change nothing
 for others. If a release of JAX moves them, `can_leave_out` is false, and a `shard_map` that names
 the axis is refused (`jaxsparse.training.one_worker`).
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
@@ -38,7 +39,7 @@ class Tracing:
         axis_name: the axis of the workers.
         typed: in which bodies values are typed as varying over the axis, where types are checked.
         is_simulated: whether workers are simulated, so that a mesh is each worker's own.
-        is_named: whether the `in_specs` that JAX read last name the axis. None: they were used.
+        named: which of the `in_specs` that JAX read last name the axis. None: they were used.
         has_named: whether there was a `shard_map` with checked types that names the axis.
         places: where shard_maps that name the axis are.
         is_made: whether the `out_specs` that JAX read last name the axis.
@@ -47,7 +48,7 @@ class Tracing:
     axis_name: str
     typed: Typed
     is_simulated: bool
-    is_named: bool | None = None
+    named: list[bool] | None = None
     has_named: bool = False
     places: list[str] = dataclasses.field(default_factory=list)
     is_made: bool = False
@@ -55,6 +56,10 @@ class Tracing:
 
 _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
     "jaxsparse_shard_maps", default=None
+)
+# Whether values get no casts over a mapped axis, see `no_casts`.
+_HAS_NO_CASTS: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jaxsparse_no_casts", default=False
 )
 _LOCK = threading.Lock()
 _threads = 0  # that trace now
@@ -73,9 +78,9 @@ def leave_out(
     """A context in which shard_maps are those of one worker, see `Tracing`."""
     tracing = Tracing(axis_name, typed, is_simulated)
     token = _TRACING.set(tracing)
-    _replace(1)
     try:
-        yield tracing
+        with no_casts():
+            yield tracing
     except Exception as error:
         if tracing.places:
             error.add_note(
@@ -85,8 +90,23 @@ def leave_out(
             )
         raise
     finally:
-        _replace(-1)
         _TRACING.reset(token)
+
+
+@contextlib.contextmanager
+def no_casts() -> Iterator[None]:
+    """A context in which `vmap` casts nothing over an axis that another `vmap` has mapped.
+
+    In a body with checked types, JAX casts arguments to vary over such axes. Where no value varies
+    over workers by type, a cast would make some, and its transpose is a sum over workers.
+    """
+    token = _HAS_NO_CASTS.set(True)
+    _replace(1)
+    try:
+        yield
+    finally:
+        _replace(-1)
+        _HAS_NO_CASTS.reset(token)
 
 
 def _replace(more: int) -> None:
@@ -95,18 +115,26 @@ def _replace(more: int) -> None:
     found = compat.shard_map_functions()
     if found is None:
         return
-    module, primitive = found
+    module, batching, primitive = found
     with _LOCK:
         _threads += more
         if _threads == 1 and more == 1:
-            _originals = module._shmap_checks, module.broadcast_prefix
-            checks, prefix = _originals
+            cast = batching.spmd_names_insert_pvary
+            checks, prefix = module._shmap_checks, module.broadcast_prefix
+            _originals = checks, prefix, cast
+            batching.spmd_names_insert_pvary = lambda *args: (
+                args if _HAS_NO_CASTS.get() else cast(*args)
+            )
             module._shmap_checks = lambda *args, **kwargs: _checked(checks, *args, **kwargs)
             module.broadcast_prefix = lambda *args, **kwargs: _spread(prefix, *args, **kwargs)
             bind = primitive.bind
             primitive.bind = lambda *args, **params: _bound(bind, *args, **params)
         elif _threads == 0:
-            module._shmap_checks, module.broadcast_prefix = _originals
+            (
+                module._shmap_checks,
+                module.broadcast_prefix,
+                batching.spmd_names_insert_pvary,
+            ) = _originals
             del primitive.bind  # that of its class is left
 
 
@@ -130,11 +158,10 @@ def _spread(original: Callable[..., Any], prefix: Any, tree: Any, *args: Any, **
     tracing = _TRACING.get()
     if tracing is None:
         return specs
-    is_named = any(names(spec, tracing.axis_name) for spec in specs)
-    if kwargs:  # of arguments: those of results take no keyword
-        tracing.is_named = is_named
+    if kwargs:  # of arguments: those of results take no keyword, and static ones have no spec
+        tracing.named = [names(spec, tracing.axis_name) for spec in specs if spec is not None]
     else:
-        tracing.is_made = is_named
+        tracing.is_made = any(names(spec, tracing.axis_name) for spec in specs)
     return [without(spec, tracing.axis_name) for spec in specs]
 
 
@@ -156,12 +183,14 @@ def _bound(
     place = compat.place() if tracing is not None else ""
     if tracing is not None and tracing.axis_name in mesh.axis_names:
         axis, context = tracing.axis_name, jax.sharding.get_abstract_mesh()
-        is_called = tracing.is_named is not None  # by a user, and not by JAX's own rules
-        is_named = bool(tracing.is_named)
-        tracing.is_named = None
+        named, tracing.named = tracing.named, None
+        is_called = named is not None  # by a user, and not by JAX's own rules
+        is_named = any(named or ())
         if is_named:
             tracing.places.append(place)
             tracing.has_named |= check_vma
+            mark = lambda x, yes: _mark.bind(x, place=place) if yes else x
+            args = tuple(map(mark, args, named or ()))
         body = subfuns[0]
         if is_called:
             body = functools.partial(_run, body, tracing, place, is_named)
@@ -174,7 +203,7 @@ def _bound(
             newly_manual_axes |= {axis}
             is_typed = tracing.typed == "all" or (tracing.typed == "named" and is_named)
             if is_called and check_vma and is_typed:
-                body = functools.partial(_typed, body, axis)
+                body = functools.partial(_typed, body, axis, place)
         subfuns = (body,)
     try:
         return original(
@@ -185,10 +214,10 @@ def _bound(
             newly_manual_axes=newly_manual_axes,
             **params,
         )
-    except ValueError as error:
+    except (AssertionError, ValueError) as error:
         if tracing is None or not (check_vma and tracing.is_simulated):
             raise
-        if f"'{tracing.axis_name}'" not in str(error):
+        if str(error) and f"'{tracing.axis_name}'" not in str(error):
             raise
         raise ValueError(
             f"the jax.shard_map at {place} uses the axis {tracing.axis_name!r} of simulated "
@@ -216,8 +245,19 @@ def _run(body: Callable[..., Any], tracing: Tracing, place: str, is_named: bool,
     return found
 
 
-def _typed(body: Callable[..., Any], axis_name: str, *args: Any) -> Any:
-    results, specs = body(*(enter(x, axis_name) for x in args)).unpack_aux()
+def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> Any:
+    args = tuple(enter(x, axis_name) for x in args)
+    # Values that it closes over have no such type, and JAX would sum their cotangents over workers.
+    traced = jax.make_jaxpr(lambda *args: list(body(*args).unpack_aux()[0]))(*args)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    closed = [x for x in traced.consts if isinstance(x, jax.core.Tracer) and is_float(x)]
+    if closed:
+        raise ValueError(
+            f"the jax.shard_map at {place} uses the axis {axis_name!r} inside, and closes over "
+            f"values of shapes {[x.shape for x in closed]}: pass them as arguments, with in_specs "
+            "of their own, or give it check_vma=False"
+        )
+    results, specs = body(*args).unpack_aux()
     return results.map(lambda x: leave(x, axis_name)).with_aux(specs)
 
 
@@ -240,23 +280,28 @@ def without(spec: Any, axis_name: str) -> Any:
     return PartitionSpec(*parts, **kinds)
 
 
-# Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
-# JAX's own cast to varying would sum them over workers.
-def _cast(name: str, drops: bool) -> Primitive:
+def _identity(name: str, type_of: Callable[..., Any]) -> Primitive:
     primitive = Primitive(name)
-    primitive.def_impl(lambda x, *, axis_name: x)
-    primitive.def_abstract_eval(
-        lambda aval, *, axis_name: compat.with_varying(aval, axis_name, not drops)
-    )
-    mlir.register_lowering(primitive, lambda ctx, x, *, axis_name: [x])
-    batching.primitive_batchers[primitive] = lambda args, dims, *, axis_name: (
-        primitive.bind(args[0], axis_name=axis_name),
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(type_of)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+    batching.primitive_batchers[primitive] = lambda args, dims, **params: (
+        primitive.bind(args[0], **params),
         dims[0],
     )
     return primitive
 
 
-_enter, _leave = _cast("enter_worker", drops=False), _cast("leave_worker", drops=True)
+# Marks an argument whose spec names the axis, with the place of its shard_map.
+_mark = _identity(MARK := "names_workers", lambda aval, *, place: aval)
+ad.deflinear2(_mark, lambda ct, _, *, place: [ct])
+
+# Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
+# JAX's own cast to varying would sum them over workers.
+_enter, _leave = (
+    _identity(name, lambda aval, *, axis_name, yes=yes: compat.with_varying(aval, axis_name, yes))
+    for name, yes in (("enter_worker", True), ("leave_worker", False))
+)
 ad.deflinear2(_enter, lambda ct, _, *, axis_name: [leave(ct, axis_name)])
 ad.deflinear2(_leave, lambda ct, _, *, axis_name: [enter(ct, axis_name)])
 

@@ -134,14 +134,15 @@ def value_and_grad(
 
         def check(program: Jaxpr) -> None:
             for i, name in enumerate(names, len(program.outvars) - len(names)):
-                if (found := one_worker.sum_over_workers(program, i, axis_name)) is not None:
+                found = one_worker.sum_over_workers(program, i, axis_name, is_split)
+                if found is not None:
                     raise ValueError(
                         f"the gradient{name} is a sum over {axis_name!r} already, by the "
                         f"{found.primitive.name} at {compat.place_of(found)}: each worker's "
                         "gradient is its own here, so leave that sum out of a custom derivative"
                     )
 
-        each = on_workers(one, count, found, axis_name, is_split, check)
+        each = on_workers(one, count, found, axis_name, is_split, is_split, check)
         made, _ = each(*(x for _, x in flat))
         return outputs.unflatten(made)
 
@@ -204,7 +205,8 @@ def on_workers(
     mesh: AnyMesh | None,
     axis_name: str,
     is_split: list[bool],
-    check: Callable[[Jaxpr], None] = lambda program: None,
+    of_batch: list[bool],
+    check: Callable[[Jaxpr], None] | None = None,
 ) -> Callable[..., OwnAndEqual]:
     """`one`, which has a model inside, on all workers. See `run_mapped`.
 
@@ -218,7 +220,9 @@ def on_workers(
         flat, count = _flat(one)
         with shard_maps.leave_out(axis_name), one_worker.told_of_explicit(mesh, axis_name):
             program = jax.make_jaxpr(flat)(*leaves)
-        check(program.jaxpr)
+        one_worker.check_named(program.jaxpr, of_batch, axis_name)
+        if check is not None:
+            check(program.jaxpr)
         program = rewritten(program, axis_name, mesh, workers, False, bool(inner))
         found = jaxpr_as_fun(program)(*leaves)
         return found[: count[0]], found[count[0] :]
@@ -234,8 +238,12 @@ def on_workers(
             for x, yes in zip(map(jax.typeof, leaves), is_split)
         ]
         program = one_worker.trace(flat, shapes, axis_name, workers, mesh is not None)
-        check(program.jaxpr)
+        one_worker.check_named(program.jaxpr, of_batch, axis_name)
+        if check is not None:
+            check(program.jaxpr)
         is_mapped = mesh is None or bool(inner) or one_worker.knows_mesh(program.jaxpr)
+        # A loss branches on a worker's own values. Steps with an exchange branch on agreed ones.
+        is_mapped |= check is not None and one_worker.branches_on(program.jaxpr, axis_name)
         in_context = not jax.sharding.get_abstract_mesh().empty
         if (
             mesh is not None
@@ -322,7 +330,8 @@ def run_mapped(
             axis_size=workers,
             spmd_axis_name=None if mesh is None else axis_name,
         )
-        own, equal = mapped(*given)
+        with contextlib.nullcontext() if mesh is None else shard_maps.no_casts():
+            own, equal = mapped(*given)
         return [rows(x) for x in own], equal
 
     return run

@@ -10,7 +10,7 @@ A gradient is traced as a whole, and mapped over workers afterwards, so that JAX
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -192,46 +192,160 @@ def _enters(program: Jaxpr) -> bool:
     return any(e.primitive.name in ("enter_worker", "leave_worker") for e in program.eqns)
 
 
-# What hands a gradient on as it is, and what multiplies it.
+def _reached(program: Jaxpr, given: Sequence[bool]) -> set[Any]:
+    """The variables of a program that depend on some of its arguments."""
+    found = {var for var, yes in zip(program.invars, given) if yes}
+    for equation in program.eqns:
+        if any(not hasattr(var, "val") and var in found for var in equation.invars):
+            found.update(equation.outvars)
+    return found
+
+
+def check_named(program: Jaxpr, of_batch: Sequence[bool], axis_name: str) -> None:
+    """Raises ValueError if a `shard_map` cuts over workers what is whole on each of them.
+
+    That is a value of arguments that are no batch, in a body that uses the axis. Without the axis
+    in its spec each worker would give all of it where it means its part.
+
+    Args:
+        program: what `trace` returned.
+        of_batch: whether each argument is a part of a batch.
+        axis_name: the axis of the workers.
+    """
+    users = {
+        compat.place_of(e)
+        for e in _equations(program)
+        if e.primitive.name == "shard_map" and uses(e.params["jaxpr"], axis_name)
+    }
+    _check_named(program, of_batch, [not yes for yes in of_batch], axis_name, users)
+
+
+def _check_named(
+    program: Jaxpr,
+    of_batch: Sequence[bool],
+    whole: Sequence[bool],
+    axis_name: str,
+    users: Container[str],
+) -> None:
+    batch, others = _reached(program, of_batch), _reached(program, whole)
+    is_in = lambda var, found: not hasattr(var, "val") and var in found
+    for equation in program.eqns:
+        inputs = equation.invars
+        if equation.primitive.name == shard_maps.MARK:
+            is_whole = is_in(inputs[0], others) and not is_in(inputs[0], batch)
+            if is_whole and (place := equation.params["place"]) in users:
+                raise ValueError(
+                    f"the jax.shard_map at {place} cuts a value of shape {inputs[0].aval.shape} "
+                    f"that is of no batch over the workers' axis {axis_name!r}, and uses the axis "
+                    "inside. Each worker has all of it: leave the axis out of that spec, and out "
+                    "of sums inside"
+                )
+        if equation.primitive.name == "shard_map":
+            continue
+        for inner in compat.inner_programs(equation.params):
+            if len(inner.invars) == len(inputs):
+                flags = ([is_in(var, found) for var in inputs] for found in (batch, others))
+                _check_named(inner, *flags, axis_name, users)
+
+
+# What hands a gradient on as it is.
 _HANDS_ON = {
-    "add_any", "broadcast_in_dim", "convert_element_type", "copy", "enter_worker", "leave_worker",
-    "neg", "optimization_barrier", "pcast", "pvary", "reshape", "sharding_constraint", "squeeze",
-    "transpose",
+    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice",
+    "dynamic_update_slice", "enter_worker", "leave_worker", "names_workers", "neg",
+    "optimization_barrier", "pad", "pcast", "pvary", "reduce_sum", "reshape", "scatter-add",
+    "select_n", "sharding_constraint", "slice", "squeeze", "transpose",
 }  # fmt: skip
-_MULTIPLIES = {"mul", "div"}
+_MULTIPLIES = {"mul", "div", "dot_general"}
+_ADDS = {"add_any", "add", "sub"}
 _SUMS = {"psum", "psum_invariant", "reduce_scatter"}
 
 
-def sum_over_workers(program: Jaxpr, output: int, axis_name: str) -> Any:
-    """The equation that sums an output over the workers, as the last that changes it; or None.
+def sum_over_workers(program: Jaxpr, output: int, axis_name: str, of_batch: Sequence[bool]) -> Any:
+    """The equation that sums an output, or a summand of it, over the workers; or None.
 
-    Such is the gradient of a custom derivative that sums over the batch's axes by hand.
+    Such is the gradient of a custom derivative that sums over the batch's axes by hand. Behind the
+    sum nothing multiplies by values of the batch: a mean over workers in the loss has such behind
+    it, or is taken off what it is the mean of.
     """
-    made, constants = dict[Any, tuple[Any, int]](), set[Any]()
-    is_constant = lambda var: hasattr(var, "val") or var in constants
-    for equation in program.eqns:
-        made |= {var: (equation, i) for i, var in enumerate(equation.outvars)}
-        if all(map(is_constant, equation.invars)):
-            constants.update(equation.outvars)
-    found, seen = [program.outvars[output]], set[Any]()
-    while found:
-        var = found.pop()
-        if is_constant(var) or var in seen or var not in made:
-            continue
-        seen.add(var)
-        equation, i = made[var]
+    return _Backward(program, axis_name, of_batch).find(program.outvars[output])
+
+
+class _Backward:
+    """Follows an output of a program back to a sum over workers."""
+
+    def __init__(self, program: Jaxpr, axis_name: str, of_batch: Sequence[bool]) -> None:
+        self._axis_name, self._batch = axis_name, _reached(program, of_batch)
+        self._made = {var: (eqn, i) for eqn in program.eqns for i, var in enumerate(eqn.outvars)}
+        self._place = {var: i for i, var in enumerate(program.invars)}
+        self._known: dict[Any, Any] = {}
+        self.arguments = set[int]()  # to which it came
+
+    def find(self, var: Any) -> Any:
+        if not self._is_of_batch(var):
+            return None
+        if var in self._place:
+            self.arguments.add(self._place[var])
+        if var not in self._made:
+            return None
+        if var not in self._known:
+            self._known[var] = None
+            self._known[var] = self._find_in(*self._made[var])
+        return self._known[var]
+
+    def _is_of_batch(self, var: Any) -> bool:
+        return not hasattr(var, "val") and var in self._batch
+
+    def _hands_on(self, equation: Any) -> list[Any]:
+        """The summands of a batch that an operation hands on, none if it does more."""
         name, inputs = equation.primitive.name, equation.invars
-        if name in _SUMS and axis_name in compat.axes_of(equation.params):
-            if not is_constant(inputs[i]):
-                return equation
-        elif name in _HANDS_ON or (name in _MULTIPLIES and any(map(is_constant, inputs))):
-            found += inputs
+        inputs = [var for var in inputs if self._is_of_batch(var)]
+        is_linear = name in _HANDS_ON or (name in _MULTIPLIES and len(inputs) == 1)
+        return inputs if is_linear else []
+
+    def _root(self, var: Any) -> Any:
+        """What a variable was before operations that hand it on."""
+        while var in self._made and len(inputs := self._hands_on(self._made[var][0])) == 1:
+            var = inputs[0]
+        return var
+
+    def _find_in(self, equation: Any, i: int) -> Any:
+        name, inputs = equation.primitive.name, equation.invars
+        if name in _SUMS and self._axis_name in compat.axes_of(equation.params):
+            return equation
+        if name in _ADDS:
+            summands = [var for var in inputs if self._is_of_batch(var)]
+            for var in summands:
+                found = self.find(var)
+                roots = {self._root(other) for other in summands if other is not var}
+                if found is not None and roots.isdisjoint(map(self._root, found.invars)):
+                    return found
+            return None
+        for var in self._hands_on(equation):
+            if (found := self.find(var)) is not None:
+                return found
         for inner in compat.inner_programs(equation.params):
-            is_call = len(inner.outvars) == len(equation.outvars)
-            inside = sum_over_workers(inner, i, axis_name) if is_call else None
-            if inside is not None:
-                return inside
-    return None
+            if len(inner.outvars) != len(equation.outvars):
+                continue
+            is_aligned = len(inner.invars) == len(inputs)
+            flags = (
+                [self._is_of_batch(v) for v in inputs] if is_aligned else [True] * len(inner.invars)
+            )
+            inside = _Backward(inner, self._axis_name, flags)
+            if (found := inside.find(inner.outvars[i])) is not None:
+                return found
+            for k in inside.arguments if is_aligned else ():
+                if (found := self.find(inputs[k])) is not None:
+                    return found
+        return None
+
+
+def branches_on(program: Jaxpr, axis_name: str) -> bool:
+    """Whether a branch or a loop uses the axis: workers that take others would wait for ever."""
+    return any(
+        equation.primitive.name in ("cond", "while")
+        and any(uses(inner, axis_name) for inner in compat.inner_programs(equation.params))
+        for equation in _equations(program)
+    )
 
 
 def knows_mesh(program: Jaxpr) -> bool:

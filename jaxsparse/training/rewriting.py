@@ -133,7 +133,12 @@ class _Rewriting:
                 )
             # A body with checked types sees values as they were typed when it was traced.
             drop = lambda x: shard_maps.leave(x[0], axis) if is_checked else x[0]
-            add = lambda y: shard_maps.enter(y[None], axis) if is_checked else y[None]
+
+            def add(y: Any) -> Any:
+                y = jnp.asarray(y)[None]
+                if not is_checked:
+                    return y
+                return shard_maps.enter(y, axis) if isinstance(y, jax.core.Tracer) else y
 
             def each_device(*xs: Any) -> Any:
                 made = body(*(drop(x) if yes else x for x, yes in zip(xs, rows)))
