@@ -39,6 +39,7 @@ class Tracing:
         axis_name: the axis of the workers.
         typed: in which bodies values are typed as varying over the axis, where types are checked.
         is_simulated: whether workers are simulated, so that a mesh is each worker's own.
+        mesh: the mesh in context before the workers' axis was made manual, if it was.
         named: which of the `in_specs` that JAX read last name the axis. None: they were used.
         has_named: whether there was a `shard_map` with checked types that names the axis.
         places: where shard_maps that name the axis are.
@@ -48,6 +49,7 @@ class Tracing:
     axis_name: str
     typed: Typed
     is_simulated: bool
+    mesh: Any
     named: list[bool] | None = None
     has_named: bool = False
     places: list[str] = dataclasses.field(default_factory=list)
@@ -73,10 +75,10 @@ def can_leave_out() -> bool:
 
 @contextlib.contextmanager
 def leave_out(
-    axis_name: str, typed: Typed = "none", is_simulated: bool = False
+    axis_name: str, typed: Typed = "none", is_simulated: bool = False, mesh: Any = None
 ) -> Iterator[Tracing]:
     """A context in which shard_maps are those of one worker, see `Tracing`."""
-    tracing = Tracing(axis_name, typed, is_simulated)
+    tracing = Tracing(axis_name, typed, is_simulated, mesh)
     token = _TRACING.set(tracing)
     try:
         with no_casts():
@@ -142,14 +144,16 @@ def _checked(original: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any)
     """JAX's checks of a mesh. It takes the context's in the place of a given one of these axes.
 
     A trainer holds its mesh. Where the workers' axis is manual, the one in context has other types.
-    JAX keeps what is returned for the next call, so that it is the given one.
+    JAX keeps what is returned for the next call, so that it is the given one, or that in context
+    where the axis is not manual.
     """
-    context = jax.sharding.get_abstract_mesh()
-    is_manual = _TRACING.get() is not None and mesh is not None and bool(context.manual_axes)
-    is_same = is_manual and dict(mesh.shape) == dict(context.shape)
-    own = context if is_same else mesh
-    found, *others = original(own, *args, **kwargs)
-    return (mesh if own is not mesh else found, *others)
+    context, tracing = jax.sharding.get_abstract_mesh(), _TRACING.get()
+    if tracing is None or tracing.axis_name not in context.manual_axes:
+        return original(mesh, *args, **kwargs)
+    is_same = mesh is not None and dict(mesh.shape) == dict(context.shape)
+    found, *others = original(context if is_same else mesh, *args, **kwargs)
+    kept = tracing.mesh if mesh is None else mesh
+    return (found if kept is None else kept, *others)
 
 
 def _spread(original: Callable[..., Any], prefix: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:

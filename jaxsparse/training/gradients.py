@@ -112,6 +112,8 @@ def value_and_grad(
         treedef: Any
         flat, treedef = tree_flatten_with_path(given)
         is_split = [path[0].idx == 0 and path[1].idx in split for path, _ in flat]
+        numbers = {i % len(args) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
+        is_weight = [path[0].idx == 0 and path[1].idx in numbers for path, _ in flat]
         outputs: Any = None
         names: list[str] = []
 
@@ -142,7 +144,8 @@ def value_and_grad(
                         "gradient is its own here, so leave that sum out of a custom derivative"
                     )
 
-        each = on_workers(one, count, found, axis_name, is_split, is_split, check)
+        roles = [(split, not split and weight) for split, weight in zip(is_split, is_weight)]
+        each = on_workers(one, count, found, axis_name, is_split, roles, check)
         made, _ = each(*(x for _, x in flat))
         return outputs.unflatten(made)
 
@@ -205,10 +208,12 @@ def on_workers(
     mesh: AnyMesh | None,
     axis_name: str,
     is_split: list[bool],
-    of_batch: list[bool],
+    roles: list[tuple[bool, bool]],
     check: Callable[[Jaxpr], None] | None = None,
 ) -> Callable[..., OwnAndEqual]:
     """`one`, which has a model inside, on all workers. See `run_mapped`.
+
+    `roles` tells of each array whether it is of a batch, and whether it is of weights.
 
     On a mesh without other axes, and without an operation that has a mesh, it runs as it is, and a
     `jax.lax.cond` takes one of its branches. Otherwise it is mapped, so that JAX places all but the
@@ -218,9 +223,13 @@ def on_workers(
 
     def traced_inside(*leaves: Any) -> OwnAndEqual:
         flat, count = _flat(one)
-        with shard_maps.leave_out(axis_name), one_worker.told_of_explicit(mesh, axis_name):
+        around = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+        with (
+            shard_maps.leave_out(axis_name, mesh=around),
+            one_worker.told_of_explicit(mesh, axis_name),
+        ):
             program = jax.make_jaxpr(flat)(*leaves)
-        one_worker.check_named(program.jaxpr, of_batch, axis_name)
+        one_worker.check_named(program.jaxpr, roles, axis_name)
         if check is not None:
             check(program.jaxpr)
         program = rewritten(program, axis_name, mesh, workers, False, bool(inner))
@@ -238,7 +247,7 @@ def on_workers(
             for x, yes in zip(map(jax.typeof, leaves), is_split)
         ]
         program = one_worker.trace(flat, shapes, axis_name, workers, mesh is not None)
-        one_worker.check_named(program.jaxpr, of_batch, axis_name)
+        one_worker.check_named(program.jaxpr, roles, axis_name)
         if check is not None:
             check(program.jaxpr)
         is_mapped = mesh is None or bool(inner) or one_worker.knows_mesh(program.jaxpr)

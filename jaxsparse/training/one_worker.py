@@ -131,14 +131,17 @@ def told_of_explicit(mesh: AnyMesh | None, axis_name: str) -> Iterator[None]:
         yield
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
         words = str(error) or repr(axis_name)  # JAX asserts without words
-        is_of_axis = any(word in words for word in (repr(axis_name), f": {axis_name} ", "`Manual`"))
+        is_of_axis = any(
+            word in words for word in (repr(axis_name), f": {axis_name} ", "`Manual`", "{V:")
+        )
         if mesh is None or AxisType.Explicit not in mesh.axis_types or not is_of_axis:
             raise
         raise ValueError(
             f"the code at {compat.place_of_error(error)} does not run in one worker's function on "
             f"Explicit axes, where the workers' axis {axis_name!r} is manual: leave {axis_name!r} "
             "out of PartitionSpecs, write them without the mesh, give jax.shard_map its in_specs, "
-            "and use neither auto_axes nor explicit_axes nor jax.ensure_compile_time_eval; or make "
+            "and check_vma=False if its body uses the axis, use neither auto_axes nor "
+            "explicit_axes nor jax.ensure_compile_time_eval; or make "
             "the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n"
         ) from error
 
@@ -201,51 +204,52 @@ def _reached(program: Jaxpr, given: Sequence[bool]) -> set[Any]:
     return found
 
 
-def check_named(program: Jaxpr, of_batch: Sequence[bool], axis_name: str) -> None:
+def check_named(program: Jaxpr, roles: Sequence[tuple[bool, bool]], axis_name: str) -> None:
     """Raises ValueError if a `shard_map` cuts over workers what is whole on each of them.
 
-    That is a value of arguments that are no batch, in a body that uses the axis. Without the axis
-    in its spec each worker would give all of it where it means its part.
+    That is a value of weights alone. A body would take all of it for a part. Where nothing is of a
+    batch, it may cut values that it only maps: there it is one that uses the axis inside.
 
     Args:
         program: what `trace` returned.
-        of_batch: whether each argument is a part of a batch.
+        roles: of each argument, whether it is of a batch, and whether it is of weights.
         axis_name: the axis of the workers.
     """
+    of_batch, of_weights = zip(*roles)
     users = {
         compat.place_of(e)
         for e in _equations(program)
         if e.primitive.name == "shard_map" and uses(e.params["jaxpr"], axis_name)
     }
-    _check_named(program, of_batch, [not yes for yes in of_batch], axis_name, users)
+    _check_named(program, of_batch, of_weights, axis_name, None if any(of_batch) else users)
 
 
 def _check_named(
     program: Jaxpr,
     of_batch: Sequence[bool],
-    whole: Sequence[bool],
+    of_weights: Sequence[bool],
     axis_name: str,
-    users: Container[str],
+    users: Container[str] | None,
 ) -> None:
-    batch, others = _reached(program, of_batch), _reached(program, whole)
+    batch, weights = _reached(program, of_batch), _reached(program, of_weights)
     is_in = lambda var, found: not hasattr(var, "val") and var in found
     for equation in program.eqns:
         inputs = equation.invars
         if equation.primitive.name == shard_maps.MARK:
-            is_whole = is_in(inputs[0], others) and not is_in(inputs[0], batch)
-            if is_whole and (place := equation.params["place"]) in users:
+            is_whole = is_in(inputs[0], weights) and not is_in(inputs[0], batch)
+            place, aval = equation.params["place"], getattr(inputs[0], "aval", None)
+            if is_whole and (users is None or place in users):
                 raise ValueError(
-                    f"the jax.shard_map at {place} cuts a value of shape {inputs[0].aval.shape} "
-                    f"that is of no batch over the workers' axis {axis_name!r}, and uses the axis "
-                    "inside. Each worker has all of it: leave the axis out of that spec, and out "
-                    "of sums inside"
+                    f"the jax.shard_map at {place} cuts a value of shape {jnp.shape(aval)} "
+                    f"that is of no batch over the workers' axis {axis_name!r}. Each worker has "
+                    "all of it: leave the axis out of that spec, and out of sums inside"
                 )
         if equation.primitive.name == "shard_map":
             continue
         for inner in compat.inner_programs(equation.params):
             if len(inner.invars) == len(inputs):
-                flags = ([is_in(var, found) for var in inputs] for found in (batch, others))
-                _check_named(inner, *flags, axis_name, users)
+                of_both = [[is_in(var, found) for var in inputs] for found in (batch, weights)]
+                _check_named(inner, of_both[0], of_both[1], axis_name, users)
 
 
 # What hands a gradient on as it is.
