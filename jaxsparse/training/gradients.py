@@ -22,6 +22,7 @@ from jaxsparse.comm import compat, shard_maps, wire
 from jaxsparse.comm.marks import is_marked, module_in
 from jaxsparse.comm.meshes import AnyMesh, find_workers, inner_axes, names_of, restricted
 from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.feedback.front import marked
 from jaxsparse.training import one_worker
 from jaxsparse.training.rewriting import rewritten
 
@@ -143,7 +144,8 @@ def value_and_grad(
 
         each = on_workers(one, count, found, axis_name, is_split, check)
         made, _ = each(*(x for _, x in flat))
-        return outputs.unflatten(made)
+        value, grads = outputs.unflatten(made)
+        return value, marked(grads)
 
     return rows
 

@@ -1,0 +1,318 @@
+"""What stands between gradients and their exchange keeps each worker's row its own, or is refused.
+
+`jaxsparse.value_and_grad` gives each worker's gradients a row. Code that does not know rows, such
+as most of Optax, takes them for one gradient: a clip would scale them by a norm of all rows, and an
+index would take a worker in the place of an element. While a step is traced, JAX's values know
+what made them. So an exchange reads the program from the gradients that `value_and_grad` has marked
+to those that it is given. It is told of operations that are known to keep rows apart, and refuses
+all others. A compiled step has none of it.
+
+It reads no more than it sees: gradients of another trace, code in `jax.vmap` or a `jax.shard_map`,
+which was written for rows, and what calls a program of another kind are trusted.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from jaxsparse.comm import compat, meshes
+from jaxsparse.comm.flow import Reading
+
+_NAME = "jaxsparse_gradient"
+
+# What is known of a value: the number of its axis of rows, or one of these; or None, if no gradient
+# is in it. A string is the place of an operation that has mixed rows.
+_FLAT, _TRUSTED = -1, -2  # rows laid end to end; rows somewhere, by code that is not followed
+Rows = int | str | None
+
+
+def marked(gradients: Any) -> Any:
+    """Gradients with a row for each worker, marked as such while a step is traced."""
+    return jax.tree.map(lambda x: checkpoint_name(x, _NAME), gradients)
+
+
+def check_front(updates: Any) -> None:
+    """Raises ValueError if rows of gradients do not reach this place as they were marked."""
+    leaves = tree_leaves_with_path(updates)
+    found = _Front()
+    known = found.read(compat.made_by([x for _, x in leaves], _is_mark), {})
+    for path, x in leaves:
+        if isinstance(place := found.of(known, compat.variable(x)), str):
+            raise ValueError(refusal(place, f"gradient{keystr(path)}"))
+
+
+def mixed_in(program: Jaxpr) -> list[str]:
+    """The places in the program of a check that mix rows in front of an exchange."""
+    found = _Front(only_elements=True)
+    found.read(program.eqns, {})
+    return [*dict.fromkeys(found.places)]
+
+
+def refusal(place: str, name: str = "gradients") -> str:
+    return (
+        f"in front of the exchange, {place} combines elements of arrays with a row for each "
+        f"worker, or picks or moves rows, as if {name} were one worker's. Put it behind the "
+        "exchange, where gradients are ordinary means, as in optax.chain(exchange, "
+        "optax.clip_by_global_norm(1.0), optimizer). To have it on each worker's own gradients, "
+        "put a transformation in jaxsparse.per_worker, and other code in jax.vmap"
+    )
+
+
+def _is_mark(equation: Any) -> bool:
+    return equation.primitive.name == "name" and equation.params["name"] == _NAME
+
+
+class _Front(Reading[Rows]):
+    """Where gradients have their rows.
+
+    Args:
+        only_elements: whether operations along other axes than that of rows are refused, too. A
+            transformation that does not know rows would count axes from the wrong one.
+    """
+
+    nothing = None
+
+    def __init__(self, only_elements: bool = False) -> None:
+        super().__init__()
+        self.only_elements = only_elements
+        self.places = list[str]()  # that reached an exchange
+
+    def join(self, values: Iterable[Rows]) -> Rows:
+        found = {x for x in values if x is not None}
+        mixed = sorted(x for x in found if isinstance(x, str))
+        return mixed[0] if mixed else found.pop() if len(found) == 1 else _TRUSTED if found else None
+
+    def sliced(self, value: Rows) -> Rows:
+        return _shifted(value, -1) if value != 0 else _TRUSTED  # a worker's at a time
+
+    def stacked(self, value: Rows) -> Rows:
+        return _shifted(value, 1)
+
+    def equation(self, equation: Any, inputs: list[Rows]) -> list[Rows]:
+        scopes = self.scopes + compat.name_stack(equation)
+        if meshes.SCOPE in scopes or meshes.OWN_SCOPE in scopes:
+            self.places += [x for x in inputs if isinstance(x, str)]
+            return [None] * len(equation.outvars)
+        return super().equation(equation, inputs)
+
+    def _is_mapped(self) -> bool:
+        """Whether the code is in `jax.vmap`."""
+        return "vmap(" in self.scopes
+
+    def operation(self, equation: Any, inputs: list[Rows]) -> list[Rows]:
+        name, given = equation.primitive.name, compat.inputs_of(equation)
+        every = lambda value: [value] * len(equation.outvars)
+        if _is_mark(equation):
+            return every(_TRUSTED if self._is_mapped() else 0)
+        joined = self.join(inputs)
+        if isinstance(joined, str):  # whether anything is finite may be asked of all rows
+            is_nan = name in ("eq", "ne") and given[0] is given[1]
+            return every(None if is_nan or name == "is_finite" else joined)
+        if joined is None or joined == _TRUSTED:
+            return every(joined)
+        if name in _ONE_BY_ONE:
+            return inputs
+        if name in _ELEMENTWISE or compat.is_elementwise(equation):
+            return every(joined)
+        rule = _MOVES.get(name) or _ALONG.get(name)
+        if rule is None and (name in _OTHERS or any(compat.inner_programs(equation.params))):
+            return every(_TRUSTED)
+        call = _Call(equation.params, [x.aval.shape for x in given], inputs)
+        found: Rows | _Mixes
+        if joined == _FLAT:
+            found = _FLAT if name in _MOVES else _TRUSTED
+            if name in _ALONG or rule is None:
+                is_all = any(x == _FLAT and len(s) == 1 for x, s in zip(inputs, call.shapes))
+                found = _MIXES if is_all else _TRUSTED
+        elif rule is None or (self.only_elements and name in _ALONG):
+            found = _MIXES
+        else:
+            found = rule(call)
+        if found is _MIXES:
+            if name in ("reduce_and", "reduce_or"):
+                return every(None)
+            found = _TRUSTED if self._is_mapped() else f"the {name} at {compat.place_and_call(self.around or equation)}"
+        return every(found)
+
+
+def _shifted(value: Rows, by: int) -> Rows:
+    return value + by if isinstance(value, int) and value >= 0 else value
+
+
+class _Call(NamedTuple):
+    """An operation: its parameters, and the shapes of its operands and their axes of rows."""
+
+    params: dict[str, Any]
+    shapes: list[tuple[int, ...]]
+    rows: list[Any]
+
+    @property
+    def axis(self) -> int:
+        """The axis of rows of the first operand that has one."""
+        return next(x for x in self.rows if x is not None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the first operand that has rows."""
+        return next(s for s, x in zip(self.shapes, self.rows) if x is not None)
+
+
+class _Mixes:
+    """What a rule says of an operation that does not keep rows apart."""
+
+
+_MIXES = _Mixes()
+_Rule = Callable[[_Call], int | None | _Mixes]
+
+
+def _without(axes: Callable[[_Call], Iterable[int]]) -> _Rule:
+    """The rule of an operation that drops these axes."""
+
+    def rule(call: _Call) -> int | _Mixes:
+        dropped = [*axes(call)]
+        return _MIXES if call.axis in dropped else call.axis - sum(a < call.axis for a in dropped)
+
+    return rule
+
+
+def _beside(axes: Callable[[_Call], Iterable[int]]) -> _Rule:
+    """The rule of an operation along these axes, which it keeps."""
+    return lambda call: _MIXES if call.axis in [*axes(call)] else call.axis
+
+
+def _last(count: int) -> _Rule:
+    """The rule of an operation on the last axes."""
+    return _beside(lambda call: range(len(call.shape) - count, len(call.shape)))
+
+
+def _param(name: str) -> Callable[[_Call], Iterable[int]]:
+    def axes(call: _Call) -> Iterable[int]:
+        found = call.params[name]
+        return (found,) if isinstance(found, int) else found
+
+    return axes
+
+
+def _reshaped(call: _Call) -> int:
+    size, before = call.shape[call.axis], math.prod(call.shape[: call.axis])
+    new = call.params["new_sizes"]
+    places = (i for i, n in enumerate(new) if n == size and math.prod(new[:i]) == before)
+    return next(places, _FLAT)
+
+
+def _sliced(call: _Call) -> int | _Mixes:
+    axis, strides = call.axis, call.params["strides"]
+    start, end = call.params["start_indices"][axis], call.params["limit_indices"][axis]
+    is_whole = (start, end) == (0, call.shape[axis]) and (strides is None or strides[axis] == 1)
+    return axis if is_whole else _MIXES
+
+
+def _concatenated(call: _Call) -> int | _Mixes:
+    have = all(x is not None for x in call.rows)
+    return call.axis if have or call.params["dimension"] != call.axis else _MIXES
+
+
+def _cut(call: _Call) -> int | _Mixes:
+    is_whole = call.params["slice_sizes"][call.axis] == call.shape[call.axis]
+    return call.axis if is_whole and call.rows[0] is not None else _MIXES
+
+
+def _put(call: _Call) -> int | _Mixes:
+    is_whole = call.shapes[0][call.axis] == call.shapes[1][call.axis]
+    return call.axis if is_whole else _MIXES
+
+
+def _gathered(call: _Call) -> int | _Mixes:
+    numbers, axis = call.params["dimension_numbers"], call.axis
+    if call.rows[0] is None or axis in numbers.operand_batching_dims:
+        return _TRUSTED
+    if call.params["slice_sizes"][axis] != call.shape[axis]:
+        return _MIXES
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    left = [a for a in range(len(call.shape)) if a not in gone]
+    return int(numbers.offset_dims[left.index(axis)])
+
+
+def _scattered(call: _Call) -> int | _Mixes:
+    numbers, axis = call.params["dimension_numbers"], call.axis
+    if call.rows[0] is None:
+        return _TRUSTED
+    indexed = {*numbers.inserted_window_dims, *numbers.scatter_dims_to_operand_dims}
+    return _MIXES if axis in indexed else axis
+
+
+def _multiplied(call: _Call) -> int | _Mixes:
+    contracted, batch = call.params["dimension_numbers"]
+    side = 0 if call.rows[0] is not None else 1
+    axis, other = call.axis, call.rows[1 - side]
+    if axis in batch[side]:
+        at = batch[side].index(axis)
+        return at if other in (None, batch[1 - side][at]) else _MIXES
+    if axis in contracted[side] or other is not None:
+        return _MIXES
+    free = [
+        [a for a in range(len(shape)) if a not in c and a not in b]
+        for shape, c, b in zip(call.shapes, contracted, batch)
+    ]
+    before = len(batch[0]) + (len(free[0]) if side else 0)
+    return before + free[side].index(axis)
+
+
+# What is allowed. JAX says which operations are elementwise, and these are besides.
+_ELEMENTWISE = {
+    "add_any", "clamp", "convert_element_type", "layout_constraint", "mesh_cast", "name", "pcast",
+    "pvary", "reshard", "select_n", "sharding_constraint", "stop_gradient",
+}  # fmt: skip
+_ONE_BY_ONE = {"device_put", "optimization_barrier"}  # on several arrays
+# What moves elements, and where it leaves the axis of rows.
+_MOVES: dict[str, _Rule] = {
+    "broadcast_in_dim": lambda call: call.params["broadcast_dimensions"][call.axis],
+    "concatenate": _concatenated,
+    "dynamic_slice": _cut,
+    "dynamic_update_slice": _put,
+    "expand_dims": _without(lambda call: ()),
+    "gather": _gathered,
+    "pad": lambda call: call.axis if not any(call.params["padding_config"][call.axis]) else _MIXES,
+    "reshape": _reshaped,
+    "rev": _beside(_param("dimensions")),
+    "slice": _sliced,
+    "split": _beside(_param("axis")),
+    "squeeze": _without(_param("dimensions")),
+    "stack": lambda call: call.axis + (call.params["axis"] <= call.axis),
+    "tile": lambda call: call.axis if call.params["reps"][call.axis] == 1 else _MIXES,
+    "transpose": lambda call: call.params["permutation"].index(call.axis),
+    "unstack": _without(_param("axis")),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
+        _scattered,
+    ),
+}
+# What combines elements along axes.
+_ALONG: dict[str, _Rule] = {
+    **{f"reduce_{x}": _without(_param("axes")) for x in ("and", "max", "min", "or", "prod", "sum")},
+    **{name: _without(_param("axes")) for name in ("argmax", "argmin", "reduce_xor")},
+    **{f"cum{x}": _beside(_param("axis")) for x in ("logsumexp", "max", "min", "prod", "sum")},
+    **{f"reduce_window{x}": _beside(lambda call: [
+        i for i, n in enumerate(call.params["window_dimensions"]) if n > 1
+    ]) for x in ("", "_max", "_min", "_sum")},
+    "approx_top_k": _beside(_param("reduction_dimension")),
+    "dot_general": _multiplied,
+    "fft": _beside(lambda call: range(len(call.shape))[-len(call.params["fft_lengths"]) :]),
+    "reduce": _without(_param("dimensions")),
+    "sort": _beside(_param("dimension")),
+    "top_k": _last(1),
+    **dict.fromkeys(
+        (
+            "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr",
+            "schur", "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve",
+        ),
+        _last(2),
+    ),
+}  # fmt: skip
+# What is trusted, as all that has another kind of program inside is.
+_OTHERS = {"conv_general_dilated", "ffi_call", "io_callback", "pure_callback", "random_gamma"}
