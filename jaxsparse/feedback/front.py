@@ -24,6 +24,7 @@ from jaxsparse.comm import compat, meshes
 from jaxsparse.comm.flow import Reading
 
 _NAME = "jaxsparse_gradient"
+DELIVERED = "jaxsparse_delivered"
 
 # What is known of a value: the number of its axis of rows, or one of these; or None, if no gradient
 # is in it. A string is the place of an operation that has mixed rows.
@@ -34,6 +35,13 @@ Rows = int | str | None
 def marked(gradients: Any) -> Any:
     """Gradients with a row for each worker, marked as such while a step is traced."""
     return jax.tree.map(lambda x: checkpoint_name(x, _NAME), gradients)
+
+
+def means_in_check(updates: Any, has_momentum: bool = False) -> Any:
+    """What stands for the means of an exchange in the program of a check."""
+    name = f"{DELIVERED}{' with momentum' if has_momentum else ''}"
+    with jax.named_scope(meshes.SCOPE):
+        return jax.tree.map(lambda x: checkpoint_name(x[0], name), updates)
 
 
 def check_front(updates: Any) -> None:
@@ -49,13 +57,14 @@ def check_front(updates: Any) -> None:
 def mixed_in(program: Jaxpr) -> list[str]:
     """The places in the program of a check that mix rows in front of an exchange."""
     found = _Front(only_elements=True)
-    found.read(program.eqns, {})
-    return [*dict.fromkeys(found.places)]
+    kept = found.program(program, [None] * len(program.invars))
+    return [*dict.fromkeys(x for x in (*found.places, *kept) if isinstance(x, str))]
 
 
 def refusal(place: str, name: str = "gradients") -> str:
+    """The error that names what mixes rows."""
     return (
-        f"in front of the exchange, {place} combines elements of arrays with a row for each "
+        f"In front of the exchange, {place} combines elements of arrays with a row for each "
         f"worker, or picks or moves rows, as if {name} were one worker's. Put it behind the "
         "exchange, where gradients are ordinary means, as in optax.chain(exchange, "
         "optax.clip_by_global_norm(1.0), optimizer). To have it on each worker's own gradients, "
@@ -80,12 +89,13 @@ class _Front(Reading[Rows]):
     def __init__(self, only_elements: bool = False) -> None:
         super().__init__()
         self.only_elements = only_elements
-        self.places = list[str]()  # that reached an exchange
+        self.places = list[Rows]()  # what reached an exchange
 
     def join(self, values: Iterable[Rows]) -> Rows:
         found = {x for x in values if x is not None}
-        mixed = sorted(x for x in found if isinstance(x, str))
-        return mixed[0] if mixed else found.pop() if len(found) == 1 else _TRUSTED if found else None
+        if mixed := [x for x in found if isinstance(x, str)]:
+            return min(mixed)
+        return _TRUSTED if len(found) > 1 else next(iter(found), None)
 
     def sliced(self, value: Rows) -> Rows:
         return _shifted(value, -1) if value != 0 else _TRUSTED  # a worker's at a time
@@ -96,7 +106,7 @@ class _Front(Reading[Rows]):
     def equation(self, equation: Any, inputs: list[Rows]) -> list[Rows]:
         scopes = self.scopes + compat.name_stack(equation)
         if meshes.SCOPE in scopes or meshes.OWN_SCOPE in scopes:
-            self.places += [x for x in inputs if isinstance(x, str)]
+            self.places += inputs
             return [None] * len(equation.outvars)
         return super().equation(equation, inputs)
 
@@ -136,7 +146,8 @@ class _Front(Reading[Rows]):
         if found is _MIXES:
             if name in ("reduce_and", "reduce_or"):
                 return every(None)
-            found = _TRUSTED if self._is_mapped() else f"the {name} at {compat.place_and_call(self.around or equation)}"
+            place = compat.place_and_call(self.around or equation)
+            found = _TRUSTED if self._is_mapped() else f"the {name} at {place}"
         return every(found)
 
 
@@ -167,7 +178,7 @@ class _Mixes:
 
 
 _MIXES = _Mixes()
-_Rule = Callable[[_Call], int | None | _Mixes]
+_Rule = Callable[[_Call], int | _Mixes]
 
 
 def _without(axes: Callable[[_Call], Iterable[int]]) -> _Rule:

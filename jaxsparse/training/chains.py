@@ -4,41 +4,35 @@ They read the program that `jaxsparse.check` traces. There it doesn't matter in 
 trainer keeps its states.
 """
 
-import dataclasses
-import functools
 import math
-import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 
-from jaxsparse.comm import compat
-from jaxsparse.comm.meshes import MOMENTUM, SCOPE
+from jaxsparse.comm.flow import Reading
+from jaxsparse.feedback.front import DELIVERED
 
-# Optax's clips, by norm or by value, are in this file, and have one of these operations. To look at
-# all others' frames would take long.
-_CLIPS, _HAVE = "/optax/transforms/_clipping.py", {"select_n", "clamp", "max", "min", "jit", "pjit"}
-# Optax's functions that keep a momentum: of SGD, and the moments of Adam, Muon and Lion.
-_MOMENTA, _DECAY = {"trace", "tree_update_moment"}, "add_decayed_weights"
-
-# What a value is made of, as bits: state or parameters, and updates of an exchange with momentum.
-# The bits above these are one for each array that exchanges deliver.
-_OTHERS, _MOMENTUM, _DELIVERED = 1, 2, 2
+# What a value is made of, as bits. A state that fades, and a share of the parameters, are scaled. A
+# power and a norm are those of updates with momentum; a bound is a norm beside a constant. The bits
+# above are one for each array that exchanges deliver.
+_PARAMETERS, _STATE, _SCALED, _MOMENTUM, _POWER, _NORM, _BOUND = (1 << i for i in range(7))
+_DELIVERED = 7
 
 
-def warn_of_chains(program: Jaxpr, gradients: int) -> None:
+def warn_of_chains(program: Jaxpr, gradients: int, parameters: int) -> None:
     """Warns of clips, momenta, weight decays and frozen leaves in the wrong place.
 
     Args:
         program: the update of all workers, without its exchanges.
-        gradients: number of its first arguments that are gradients. Others are state and
-            parameters.
+        gradients: number of its first arguments that are gradients.
+        parameters: number of its last arguments that are parameters. Those between are state.
     """
-    found = _Flow()
-    others = len(program.invars) - gradients
-    returned = found.flow(program, [0] * gradients + [_OTHERS] * others)
+    found = _Behind()
+    state = len(program.invars) - gradients - parameters
+    given = [0] * gradients + [_STATE] * state + [_PARAMETERS] * parameters
+    read = found.join(found.program(program, given))
     if found.momentum_twice:
         _warn(
             "momentum acts twice: in the exchange (momentum=) and behind it, as in "
@@ -63,7 +57,6 @@ def warn_of_chains(program: Jaxpr, gradients: int) -> None:
             "behind it. For a decay that never had momentum, as SGDW's, filter this warning: "
             'warnings.filterwarnings("ignore", "weight decay behind")'
         )
-    read = _joined(returned)
     whole = [size for size, _ in found.delivered]
     lost = [size for i, size in enumerate(whole) if not read >> _DELIVERED + i & 1]
     if lost and len(lost) < len(whole):
@@ -81,74 +74,65 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=5)
 
 
-@dataclasses.dataclass
-class _Flow:
-    """What was found so far, on the way through a program from its beginning."""
+class _Behind(Reading[int]):
+    """What stands behind exchanges."""
 
-    momentum_twice: bool = False
-    clips_momentum: bool = False
-    decays_without_momentum: bool = False
-    # Size of each array that exchanges deliver, and the equation that makes it.
-    delivered: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
+    nothing = 0
 
-    def flow(self, program: Jaxpr, given: Sequence[int]) -> list[int]:
-        """What the outputs of a program are made of, given the same of its inputs."""
-        bits = dict(zip(program.invars, given))
-        of = lambda x: 0 if isinstance(x, Literal) else bits.get(x, 0)
-        for equation in program.eqns:
-            inputs = [of(x) for x in equation.invars]
-            stack = compat.name_stack(equation)
-            if SCOPE in stack:
-                outputs = self._exchanged(equation, inputs, MOMENTUM in stack)
-            else:
-                self._look_at(equation, inputs)
-                outputs = self._through(equation, inputs)
-            bits.update(zip(equation.outvars, outputs))
-        return [of(x) for x in program.outvars]
+    def __init__(self) -> None:
+        super().__init__()
+        self.momentum_twice = False
+        self.clips_momentum = False
+        self.decays_without_momentum = False
+        # Size of each array that exchanges deliver, and the equation that makes it.
+        self.delivered = list[tuple[int, Any]]()
 
-    def _exchanged(self, equation: Any, inputs: Sequence[int], has_momentum: bool) -> list[int]:
-        """What an equation of an exchange makes: of nothing, an array that it delivers."""
-        made = _joined(inputs) >> _DELIVERED << _DELIVERED
-        if all(isinstance(x, Literal) for x in equation.invars):
-            if not any(e is equation for _, e in self.delivered):  # in a loop it comes again
-                self.delivered.append((math.prod(equation.outvars[0].aval.shape), equation))
-            at = [e is equation for _, e in self.delivered].index(True)
-            made |= 1 << _DELIVERED + at | (_MOMENTUM if has_momentum else 0)
+    def join(self, values: Iterable[int]) -> int:
+        made = 0
+        for value in values:
+            made |= value
+        return made
+
+    def operation(self, equation: Any, inputs: list[int]) -> list[int]:
+        name, made = equation.primitive.name, self.join(inputs)
+        label = str(equation.params.get("name")) if name == "name" else ""
+        if label.startswith(DELIVERED):
+            made = made >> _DELIVERED << _DELIVERED | self._deliver(equation, label != DELIVERED)
+        elif name == "is_finite":
+            made = 0
+        elif name.startswith("reduce_") and made & (_MOMENTUM | _POWER):
+            made = made & ~(_MOMENTUM | _POWER) | _NORM
+        else:
+            self._look_at(name, inputs)
+            is_product = name in ("mul", "div") and all(x & _MOMENTUM for x in inputs)
+            if is_product or name == "square" or equation.params.get("y", 1) != 1:
+                made = made & ~_MOMENTUM | _POWER
+            if equation.outvars[0].aval.dtype == bool:
+                made &= ~_MOMENTUM
+            if name in ("mul", "div") and made & (_STATE | _PARAMETERS):
+                made |= _SCALED
+            if name in ("max", "min") and made & _NORM and 0 in inputs:
+                made |= _BOUND
         return [made] * len(equation.outvars)
 
-    def _look_at(self, equation: Any, inputs: Sequence[int]) -> None:
-        name = equation.primitive.name
+    def _deliver(self, equation: Any, has_momentum: bool) -> int:
+        """The bits of an array that an exchange delivers."""
+        if not any(e is equation for _, e in self.delivered):  # in a loop it comes again
+            self.delivered.append((math.prod(equation.outvars[0].aval.shape), equation))
+        at = [e is equation for _, e in self.delivered].index(True)
+        return 1 << _DELIVERED + at | (_MOMENTUM if has_momentum else 0)
+
+    def _look_at(self, name: str, inputs: list[int]) -> None:
         # Parameters that an update was added to are no update any more.
-        has_momentum = any(x & _MOMENTUM and not x & _OTHERS for x in inputs)
-        if has_momentum:
-            files, functions = compat.optax_frames(equation)
-            is_clip = name in _HAVE and any(file.endswith(_CLIPS) for file in files)
-            self.clips_momentum |= is_clip
-            self.momentum_twice |= not functions.isdisjoint(_MOMENTA)
-            self.decays_without_momentum |= _DECAY in functions
-
-    def _through(self, equation: Any, inputs: Sequence[int]) -> list[int]:
-        """What the outputs of any other equation are made of."""
-        every, programs = _joined(inputs), list(compat.inner_programs(equation.params))
-        outputs = [0 if programs else every] * len(equation.outvars)
-        for inner in programs:
-            n = len(inner.invars)
-            made = self.flow(inner, inputs[len(inputs) - n :] if n <= len(inputs) else [every] * n)
-            if equation.primitive.name == "scan":  # what it carries goes through it again
-                first, carried = compat.carried_by(equation)
-                again = [*inputs]
-                for _ in range(carried):  # enough, and most often one
-                    before = [*again]
-                    for i in range(carried):
-                        again[first + i] |= made[i]
-                    if again == before:
-                        break
-                    made = self.flow(inner, again)
-            if equation.primitive.name == "while" or len(made) != len(outputs):
-                made = [every | _joined(made)] * len(outputs)
-            outputs = [a | b for a, b in zip(outputs, made)]
-        return outputs
-
-
-def _joined(bits: Sequence[int]) -> int:
-    return functools.reduce(operator.or_, bits, 0)
+        is_update = [bool(x & _MOMENTUM and not x & (_STATE | _PARAMETERS)) for x in inputs]
+        if not any(is_update):
+            return
+        others = [x for x, yes in zip(inputs, is_update) if not yes]
+        scaled = self.join(x for x in others if x & _SCALED and not x & _MOMENTUM)
+        if name in ("add", "add_any", "sub") and scaled:
+            self.decays_without_momentum |= bool(scaled & _PARAMETERS)
+            self.momentum_twice |= not scaled & _PARAMETERS
+        by_value = name in ("clamp", "max", "min") and not any(others)
+        by_norm = name == "select_n" and bool(inputs[0] & _NORM)
+        by_bound = name in ("mul", "div") and any(x & _BOUND for x in others)
+        self.clips_momentum |= by_value or by_norm or by_bound
