@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.extend.source_info_util import current, register_exclusion, summarize
 from jax.interpreters import batching, mlir
 
@@ -212,13 +212,14 @@ def place_of_error(error: BaseException) -> str:
 def inputs_of(equation: Any) -> Sequence[Any]:
     """The variables and literals that an equation of a program, or of a trace, reads."""
     if hasattr(equation, "in_tracers"):
-        return [variable(x) for x in equation.in_tracers]
+        return [x.val for x in equation.in_tracers]
     return equation.invars
 
 
 def variable(x: Any) -> Any:
-    """The variable or literal of a traced value. None if it is an array, or of another kind."""
-    return getattr(x, "val", None) if hasattr(x, "parent") else None
+    """The variable of a traced value. None: it is an array, or of another kind."""
+    found = getattr(x, "val", None) if hasattr(x, "parent") else None
+    return None if isinstance(found, Literal) else found
 
 
 def made_by(values: Sequence[Any], is_first: Callable[[Any], bool]) -> list[Any]:

@@ -12,19 +12,26 @@ which was written for rows, and what calls a program of another kind are trusted
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Literal
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxsparse.comm import compat, meshes
 from jaxsparse.comm.flow import Reading
-
-_NAME = "jaxsparse_gradient"
-DELIVERED = "jaxsparse_delivered"
+from jaxsparse.feedback.mixtures import (
+    GRADIENT,
+    MEANS,
+    MEANS_OF_MOMENTUM,
+    PARAMETERS,
+    STATE,
+    Mixtures,
+)
 
 # What is known of a value: the number of its axis of rows, or one of these; or None, if no gradient
 # is in it. A string is the place of an operation that has mixed rows.
@@ -34,24 +41,57 @@ Rows = int | str | None
 
 def marked(gradients: Any) -> Any:
     """Gradients with a row for each worker, marked as such while a step is traced."""
-    return jax.tree.map(lambda x: checkpoint_name(x, _NAME), gradients)
+    return jax.tree.map(lambda x: checkpoint_name(x, GRADIENT), gradients)
 
 
 def means_in_check(updates: Any, has_momentum: bool = False) -> Any:
     """What stands for the means of an exchange in the program of a check."""
-    name = f"{DELIVERED}{' with momentum' if has_momentum else ''}"
+    name = MEANS_OF_MOMENTUM if has_momentum else MEANS
     with jax.named_scope(meshes.SCOPE):
         return jax.tree.map(lambda x: checkpoint_name(x[0], name), updates)
 
 
-def check_front(updates: Any) -> None:
-    """Raises ValueError if rows of gradients do not reach this place as they were marked."""
+def check_front(updates: Any, params: Any = None) -> None:
+    """Raises ValueError if rows of gradients do not reach this place as they were marked.
+
+    It warns where a state that fades, in the shape of a parameter, is added to all rows.
+    """
     leaves = tree_leaves_with_path(updates)
+    equations = compat.made_by([x for _, x in leaves], _is_mark)
     found = _Front()
-    known = found.read(compat.made_by([x for _, x in leaves], _is_mark), {})
+    known = found.read(equations, {})
     for path, x in leaves:
         if isinstance(place := found.of(known, compat.variable(x)), str):
             raise ValueError(refusal(place, f"gradient{keystr(path)}"))
+    if params is None:
+        return
+    own = jax.tree.leaves(params)
+    given = {*map(compat.variable, own), *_first_inputs(compat.made_by(own, _is_mark))}
+    shapes = {jnp.shape(x) for x in own} - {jnp.shape(x) for _, x in leaves} - {()}
+    mixtures = Mixtures(GRADIENT)
+    mixtures.read(
+        equations,
+        {
+            x: PARAMETERS if x in given else STATE if x.aval.shape in shapes else 0
+            for x in _first_inputs(equations)
+        },
+    )
+    if mixtures.fading:
+        warnings.warn(
+            f"in front of the exchange, {mixtures.fading} adds a state of one worker, such as a "
+            "momentum, to gradients with a row for each worker, so that the state gets rows, too: "
+            "put it behind the exchange, or in jaxsparse.per_worker to have it on each worker. To "
+            'leave it, filter this warning: warnings.filterwarnings("ignore", "in front of the '
+            'exchange")',
+            stacklevel=5,
+        )
+
+
+def _first_inputs(equations: Iterable[Any]) -> set[Any]:
+    """The variables that equations read, and that none of them makes."""
+    made = {x for equation in equations for x in equation.outvars}
+    read = (x for e in equations if not _is_mark(e) for x in compat.inputs_of(e))
+    return {x for x in read if not isinstance(x, Literal)} - made
 
 
 def mixed_in(program: Jaxpr) -> list[str]:
@@ -73,7 +113,7 @@ def refusal(place: str, name: str = "gradients") -> str:
 
 
 def _is_mark(equation: Any) -> bool:
-    return equation.primitive.name == "name" and equation.params["name"] == _NAME
+    return equation.primitive.name == "name" and equation.params["name"] == GRADIENT
 
 
 class _Front(Reading[Rows]):

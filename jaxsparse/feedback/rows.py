@@ -52,7 +52,7 @@ def read_rows(
     updates = _split_unreduced(updates, axis_name)
     one = _one_workers(updates, state, params, axis_name)
     count, found = find_workers((updates, state), axis_name, mesh, workers)
-    check_rows(updates, state, count, axis_name)
+    check_rows(updates, state, count, axis_name, params)
     return updates, one, count, found
 
 
@@ -154,7 +154,7 @@ def check_rows(
                 "is carried over by jaxsparse.reshard"
             )
     if workers > 1 and RUNNING.get() is None:  # or `jaxsparse.check` reads the whole chain
-        check_front(updates)
+        check_front(updates, params)
 
 
 def _split_unreduced(gradients: Any, axis_name: str | None) -> Any:
