@@ -172,18 +172,16 @@ class _Front(Reading[Rows]):
         rule = _MOVES.get(name) or _ALONG.get(name)
         if rule is None and (name in _OTHERS or any(compat.inner_programs(equation.params))):
             return every(_TRUSTED)
-        call = _Call(equation.params, [x.aval.shape for x in given], inputs)
-        found: Rows | _Mixes
-        if joined == _FLAT:
-            found = _FLAT if name in _MOVES else _TRUSTED
-            if name in _ALONG or rule is None:
-                is_all = any(x == _FLAT and len(s) == 1 for x, s in zip(inputs, call.shapes))
-                found = _MIXES if is_all else _TRUSTED
-        elif rule is None or (self.only_elements and name in _ALONG):
-            found = _MIXES
-        else:
-            found = rule(call)
-        if found is _MIXES:
+        shapes = [x.aval.shape for x in given]
+        axis, shape = next((x, s) for x, s in zip(inputs, shapes) if x is not None)
+        found: Rows = None
+        if joined == _FLAT and name in _MOVES:
+            found = _FLAT
+        elif joined == _FLAT:
+            found = _TRUSTED if len(shape) > 1 else None
+        elif rule is not None and not (self.only_elements and name in _ALONG):
+            found = rule(_Call(equation.params, shapes, inputs, axis, shape))
+        if found is None:
             if name in ("reduce_and", "reduce_or"):
                 return every(None)
             place = compat.place_and_call(self.around or equation)
@@ -196,57 +194,29 @@ def _shifted(value: Rows, by: int) -> Rows:
 
 
 class _Call(NamedTuple):
-    """An operation: its parameters, and the shapes of its operands and their axes of rows."""
+    """An operation: its parameters, its operands' shapes and axes of rows, and the first of these.
+
+    Rules give the axis of rows of its results, or None if it does not keep rows apart.
+    """
 
     params: dict[str, Any]
     shapes: list[tuple[int, ...]]
     rows: list[Any]
+    axis: int
+    shape: tuple[int, ...]
 
-    @property
-    def axis(self) -> int:
-        """The axis of rows of the first operand that has one."""
-        return next(x for x in self.rows if x is not None)
+    def without(self, axes: Iterable[int]) -> int | None:
+        """The rule of an operation that drops axes."""
+        gone = [*axes]
+        return None if self.axis in gone else self.axis - sum(a < self.axis for a in gone)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the first operand that has rows."""
-        return next(s for s, x in zip(self.shapes, self.rows) if x is not None)
+    def beside(self, axes: Iterable[int]) -> int | None:
+        """The rule of an operation along axes that it keeps."""
+        return None if self.axis in axes else self.axis
 
-
-class _Mixes:
-    """What a rule says of an operation that does not keep rows apart."""
-
-
-_MIXES = _Mixes()
-_Rule = Callable[[_Call], int | _Mixes]
-
-
-def _without(axes: Callable[[_Call], Iterable[int]]) -> _Rule:
-    """The rule of an operation that drops these axes."""
-
-    def rule(call: _Call) -> int | _Mixes:
-        dropped = [*axes(call)]
-        return _MIXES if call.axis in dropped else call.axis - sum(a < call.axis for a in dropped)
-
-    return rule
-
-
-def _beside(axes: Callable[[_Call], Iterable[int]]) -> _Rule:
-    """The rule of an operation along these axes, which it keeps."""
-    return lambda call: _MIXES if call.axis in [*axes(call)] else call.axis
-
-
-def _last(count: int) -> _Rule:
-    """The rule of an operation on the last axes."""
-    return _beside(lambda call: range(len(call.shape) - count, len(call.shape)))
-
-
-def _param(name: str) -> Callable[[_Call], Iterable[int]]:
-    def axes(call: _Call) -> Iterable[int]:
-        found = call.params[name]
-        return (found,) if isinstance(found, int) else found
-
-    return axes
+    def if_whole(self, is_whole: bool) -> int | None:
+        """The rule of an operation that takes or leaves all along the axis of rows."""
+        return self.axis if is_whole else None
 
 
 def _reshaped(call: _Call) -> int:
@@ -256,63 +226,45 @@ def _reshaped(call: _Call) -> int:
     return next(places, _FLAT)
 
 
-def _sliced(call: _Call) -> int | _Mixes:
-    axis, strides = call.axis, call.params["strides"]
-    start, end = call.params["start_indices"][axis], call.params["limit_indices"][axis]
-    is_whole = (start, end) == (0, call.shape[axis]) and (strides is None or strides[axis] == 1)
-    return axis if is_whole else _MIXES
+def _sliced(call: _Call) -> int | None:
+    starts, ends, strides = (
+        call.params[name] for name in ("start_indices", "limit_indices", "strides")
+    )
+    of_rows = starts[call.axis], ends[call.axis], strides[call.axis] if strides else 1
+    return call.if_whole(of_rows == (0, call.shape[call.axis], 1))
 
 
-def _concatenated(call: _Call) -> int | _Mixes:
-    have = all(x is not None for x in call.rows)
-    return call.axis if have or call.params["dimension"] != call.axis else _MIXES
-
-
-def _cut(call: _Call) -> int | _Mixes:
-    is_whole = call.params["slice_sizes"][call.axis] == call.shape[call.axis]
-    return call.axis if is_whole and call.rows[0] is not None else _MIXES
-
-
-def _put(call: _Call) -> int | _Mixes:
-    is_whole = call.shapes[0][call.axis] == call.shapes[1][call.axis]
-    return call.axis if is_whole else _MIXES
-
-
-def _gathered(call: _Call) -> int | _Mixes:
+def _gathered(call: _Call) -> int | None:
     numbers, axis = call.params["dimension_numbers"], call.axis
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if call.rows[0] is None or axis in numbers.operand_batching_dims:
         return _TRUSTED
-    if call.params["slice_sizes"][axis] != call.shape[axis]:
-        return _MIXES
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    left = [a for a in range(len(call.shape)) if a not in gone]
-    return int(numbers.offset_dims[left.index(axis)])
+    if axis in gone or call.params["slice_sizes"][axis] != call.shape[axis]:
+        return None
+    return int(numbers.offset_dims[sum(a not in gone for a in range(axis))])
 
 
-def _scattered(call: _Call) -> int | _Mixes:
-    numbers, axis = call.params["dimension_numbers"], call.axis
-    if call.rows[0] is None:
-        return _TRUSTED
+def _scattered(call: _Call) -> int | None:
+    numbers = call.params["dimension_numbers"]
     indexed = {*numbers.inserted_window_dims, *numbers.scatter_dims_to_operand_dims}
-    return _MIXES if axis in indexed else axis
+    return _TRUSTED if call.rows[0] is None else call.beside(indexed)
 
 
-def _multiplied(call: _Call) -> int | _Mixes:
+def _multiplied(call: _Call) -> int | None:
     contracted, batch = call.params["dimension_numbers"]
     side = 0 if call.rows[0] is not None else 1
     axis, other = call.axis, call.rows[1 - side]
     if axis in batch[side]:
         at = batch[side].index(axis)
-        return at if other in (None, batch[1 - side][at]) else _MIXES
+        return at if other in (None, batch[1 - side][at]) else None
     if axis in contracted[side] or other is not None:
-        return _MIXES
-    free = [
-        [a for a in range(len(shape)) if a not in c and a not in b]
-        for shape, c, b in zip(call.shapes, contracted, batch)
-    ]
-    before = len(batch[0]) + (len(free[0]) if side else 0)
-    return before + free[side].index(axis)
+        return None
+    used = [{*c, *b} for c, b in zip(contracted, batch)]
+    before = len(batch[0]) + (len(call.shapes[0]) - len(used[0]) if side else 0)
+    return before + sum(a not in used[side] for a in range(axis))
 
+
+_Rule = Callable[[_Call], int | None]
 
 # What is allowed. JAX says which operations are elementwise, and these are besides.
 _ELEMENTWISE = {
@@ -323,47 +275,41 @@ _ONE_BY_ONE = {"device_put", "optimization_barrier"}  # on several arrays
 # What moves elements, and where it leaves the axis of rows.
 _MOVES: dict[str, _Rule] = {
     "broadcast_in_dim": lambda call: call.params["broadcast_dimensions"][call.axis],
-    "concatenate": _concatenated,
-    "dynamic_slice": _cut,
-    "dynamic_update_slice": _put,
-    "expand_dims": _without(lambda call: ()),
-    "gather": _gathered,
-    "pad": lambda call: call.axis if not any(call.params["padding_config"][call.axis]) else _MIXES,
-    "reshape": _reshaped,
-    "rev": _beside(_param("dimensions")),
-    "slice": _sliced,
-    "split": _beside(_param("axis")),
-    "squeeze": _without(_param("dimensions")),
-    "stack": lambda call: call.axis + (call.params["axis"] <= call.axis),
-    "tile": lambda call: call.axis if call.params["reps"][call.axis] == 1 else _MIXES,
-    "transpose": lambda call: call.params["permutation"].index(call.axis),
-    "unstack": _without(_param("axis")),
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
-        _scattered,
+    "concatenate": lambda call: call.if_whole(
+        call.params["dimension"] != call.axis or None not in call.rows
     ),
+    "dynamic_slice": lambda call: call.if_whole(
+        call.params["slice_sizes"][call.axis] == call.shape[call.axis]
+    ),
+    "dynamic_update_slice": lambda call: call.if_whole(
+        call.shapes[0][call.axis] == call.shapes[1][call.axis]
+    ),
+    "gather": _gathered,
+    "pad": lambda call: call.if_whole(not any(call.params["padding_config"][call.axis])),
+    "reshape": _reshaped,
+    "rev": lambda call: call.beside(call.params["dimensions"]),
+    "slice": _sliced,
+    "split": lambda call: call.beside([call.params["axis"]]),
+    "squeeze": lambda call: call.without(call.params["dimensions"]),
+    "stack": lambda call: call.axis + (call.params["axis"] <= call.axis),
+    "tile": lambda call: call.if_whole(call.params["reps"][call.axis] == 1),
+    "transpose": lambda call: call.params["permutation"].index(call.axis),
+    "unstack": lambda call: call.without([call.params["axis"]]),
+    **{f"scatter{x}": _scattered for x in ("", "-add", "-max", "-min", "-mul", "-sub")},
 }
+_reduced: _Rule = lambda call: call.without(call.params["axes"])
+_summed: _Rule = lambda call: call.beside([call.params["axis"]])
+_of_matrix: _Rule = lambda call: call.beside(range(len(call.shape))[-2:])
 # What combines elements along axes.
 _ALONG: dict[str, _Rule] = {
-    **{f"reduce_{x}": _without(_param("axes")) for x in ("and", "max", "min", "or", "prod", "sum")},
-    **{name: _without(_param("axes")) for name in ("argmax", "argmin", "reduce_xor")},
-    **{f"cum{x}": _beside(_param("axis")) for x in ("logsumexp", "max", "min", "prod", "sum")},
-    **{f"reduce_window{x}": _beside(lambda call: [
-        i for i, n in enumerate(call.params["window_dimensions"]) if n > 1
-    ]) for x in ("", "_max", "_min", "_sum")},
-    "approx_top_k": _beside(_param("reduction_dimension")),
+    **{f"reduce_{x}": _reduced for x in ("and", "max", "min", "or", "prod", "sum", "xor")},
+    **dict.fromkeys(("argmax", "argmin"), _reduced),
+    **{f"cum{x}": _summed for x in ("logsumexp", "max", "min", "prod", "sum")},
     "dot_general": _multiplied,
-    "fft": _beside(lambda call: range(len(call.shape))[-len(call.params["fft_lengths"]) :]),
-    "reduce": _without(_param("dimensions")),
-    "sort": _beside(_param("dimension")),
-    "top_k": _last(1),
-    **dict.fromkeys(
-        (
-            "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr",
-            "schur", "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve",
-        ),
-        _last(2),
-    ),
-}  # fmt: skip
+    "fft": lambda call: call.beside(range(len(call.shape))[-len(call.params["fft_lengths"]) :]),
+    "sort": lambda call: call.beside([call.params["dimension"]]),
+    "top_k": lambda call: call.beside([len(call.shape) - 1]),
+    **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), _of_matrix),
+}
 # What is trusted, as all that has another kind of program inside is.
 _OTHERS = {"conv_general_dilated", "ffi_call", "io_callback", "pure_callback", "random_gamma"}

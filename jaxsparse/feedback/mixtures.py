@@ -17,11 +17,11 @@ GRADIENT, MEANS, MEANS_OF_MOMENTUM = (
     f"jaxsparse_{name}" for name in ("gradient", "means", "means_of_momentum")
 )
 
-# What a value is made of, as bits. A state that fades, and a share of the parameters, are scaled. A
-# power and a norm are those of updates; a bound is a norm beside a constant. The bits above are one
-# for each array that exchanges deliver.
-PARAMETERS, STATE, _SCALED, _UPDATE, _POWER, _NORM, _BOUND = (1 << i for i in range(7))
-DELIVERED = 7
+# What a value is made of, as bits. Numbers are a state's counters, rates and keys. A state that
+# fades and a share of the parameters are scaled. A power and a norm are those of updates; a bound
+# is a norm beside a constant. The bits above are one for each array that exchanges deliver.
+PARAMETERS, STATE, NUMBER, _SCALED, _UPDATE, _POWER, _NORM, _BOUND = (1 << i for i in range(8))
+DELIVERED = 8
 
 
 class Mixtures(Reading[int]):
@@ -97,6 +97,6 @@ class Mixtures(Reading[int]):
             if not scaled & PARAMETERS:
                 self.fading = compat.place_and_call(self.around or equation)
         by_value = name in ("clamp", "max", "min") and not any(others)
-        by_norm = name == "select_n" and bool(inputs[0] & _NORM)
+        by_norm = name == "select_n" and bool(inputs[0] & _NORM) and all(is_update[1:])
         by_bound = name in ("mul", "div") and any(x & _BOUND for x in others)
         self.clips |= by_value or by_norm or by_bound

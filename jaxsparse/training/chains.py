@@ -6,10 +6,11 @@ trainer keeps its states.
 
 import warnings
 
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from jaxsparse.feedback.front import MEANS_OF_MOMENTUM
-from jaxsparse.feedback.mixtures import DELIVERED, PARAMETERS, STATE, Mixtures
+from jaxsparse.feedback.mixtures import DELIVERED, NUMBER, PARAMETERS, STATE, Mixtures
 
 
 def warn_of_chains(program: Jaxpr, gradients: int, parameters: int) -> None:
@@ -21,8 +22,10 @@ def warn_of_chains(program: Jaxpr, gradients: int, parameters: int) -> None:
         parameters: number of its last arguments that are parameters. Those between are state.
     """
     found = Mixtures(MEANS_OF_MOMENTUM)
-    state = len(program.invars) - gradients - parameters
-    given = [0] * gradients + [STATE] * state + [PARAMETERS] * parameters
+    state = program.invars[gradients : len(program.invars) - parameters]
+    is_array = [x.aval.ndim > 0 and jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in state]
+    of_state = [STATE if yes else NUMBER for yes in is_array]
+    given = [0] * gradients + of_state + [PARAMETERS] * parameters
     read = found.join(found.program(program, given))
     if found.fading:
         _warn(
