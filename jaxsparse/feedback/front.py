@@ -173,14 +173,15 @@ class _Front(Reading[Rows]):
         if rule is None and (name in _OTHERS or any(compat.inner_programs(equation.params))):
             return every(_TRUSTED)
         shapes = [x.aval.shape for x in given]
-        axis, shape = next((x, s) for x, s in zip(inputs, shapes) if x is not None)
+        axis, shape = next((x, s) for x, s in zip(inputs, shapes) if isinstance(x, int))
         found: Rows = None
         if joined == _FLAT and name in _MOVES:
             found = _FLAT
         elif joined == _FLAT:
             found = _TRUSTED if len(shape) > 1 else None
         elif rule is not None and not (self.only_elements and name in _ALONG):
-            found = rule(_Call(equation.params, shapes, inputs, axis, shape))
+            moved = rule(_Call(equation.params, shapes, inputs, axis, shape))
+            found = None if moved is None else int(moved)  # and no integer of NumPy
         if found is None:
             if name in ("reduce_and", "reduce_or"):
                 return every(None)
@@ -241,7 +242,7 @@ def _gathered(call: _Call) -> int | None:
         return _TRUSTED
     if axis in gone or call.params["slice_sizes"][axis] != call.shape[axis]:
         return None
-    return int(numbers.offset_dims[sum(a not in gone for a in range(axis))])
+    return numbers.offset_dims[sum(a not in gone for a in range(axis))]
 
 
 def _scattered(call: _Call) -> int | None:

@@ -5,6 +5,7 @@ trainer keeps its states.
 """
 
 import warnings
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
@@ -23,7 +24,8 @@ def warn_of_chains(program: Jaxpr, gradients: int, parameters: int) -> None:
     """
     found = Mixtures(MEANS_OF_MOMENTUM)
     state = program.invars[gradients : len(program.invars) - parameters]
-    is_array = [x.aval.ndim > 0 and jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in state]
+    avals: list[Any] = [x.aval for x in state]
+    is_array = [x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.inexact) for x in avals]
     of_state = [STATE if yes else NUMBER for yes in is_array]
     given = [0] * gradients + of_state + [PARAMETERS] * parameters
     read = found.join(found.program(program, given))
