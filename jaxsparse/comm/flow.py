@@ -80,7 +80,8 @@ class Reading(Generic[T]):
             if name == "cond":
                 branches = [self.program(branch, inputs[1:]) for branch in programs]
                 return [self.join((inputs[0], *each)) for each in zip(*branches)]
-            if name in compat.CALLS and name != "shard_map" and len(programs) == 1:
+            is_call = len(programs) == 1 and len(programs[0].invars) == len(inputs)
+            if is_call and name in compat.CALLS and name != "shard_map":
                 return self.program(programs[0], inputs)
             return self.operation(equation, inputs)
 

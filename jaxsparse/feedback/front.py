@@ -178,7 +178,8 @@ class _Front(Reading[Rows]):
         if joined == _FLAT and name in _MOVES:
             found = _FLAT
         elif joined == _FLAT:
-            found = _TRUSTED if len(shape) > 1 else None
+            is_part = len(shape) > 1 and equation.outvars[0].aval.shape
+            found = _TRUSTED if is_part else None
         elif rule is not None and not (self.only_elements and name in _ALONG):
             moved = rule(_Call(equation.params, shapes, inputs, axis, shape))
             found = None if moved is None else int(moved)  # and no integer of NumPy

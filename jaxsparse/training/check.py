@@ -21,7 +21,8 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
     `jaxsparse.value_and_grad` gives each worker's gradients a row. `jaxsparse.per_worker` keeps the
     rows apart, and an exchange makes means of them. A transformation of Optax in front of the
     exchange, or a wrapper around it, does not know rows. It may sum over them, as
-    `optax.clip_by_global_norm` does, or keep them in its state, as `optax.trace` does.
+    `optax.clip_by_global_norm` does, or keep them in its state, as `optax.trace` does. The first is
+    refused without this check, where `value_and_grad` and `update` are in one `jax.jit`.
 
     It traces `tx.init` and `tx.update` once, for a few workers, and computes nothing. It also warns
     of what trains otherwise than it reads: clips, weight decay and momentum behind an exchange with

@@ -52,7 +52,8 @@ def value_and_grad(
     Inside, `jax.lax.axis_index(axis_name)` is the worker's number, for keys of its own. Everything
     that comes back has a row for each worker, split over `axis_name`: the value (W,), auxiliary
     output and gradients (W, ...). A chain with an exchange of this library takes the gradients as
-    they are, and makes means of them. Take means of all else: `loss.mean()`.
+    they are, and makes means of them. It refuses what mixes their rows before, as a clip would.
+    Take means of all else: `loss.mean()`.
 
     Other axes of the mesh are left to JAX, as under `jax.jit`: FSDP and tensor parallelism inside
     `fun` need no change. Sharding constraints in `fun`, and specs of a `jax.shard_map`, may name
