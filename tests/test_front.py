@@ -71,6 +71,7 @@ MIXED = {
     "less the mean": each(lambda x: x - x.mean(0)),
     "running sum": each(lambda x: jnp.cumsum(x, axis=0)),
     "matrix": each(lambda x: jnp.tensordot(jnp.ones((WORKERS, WORKERS)), x, 1)),
+    "an element": lambda g: {**g, "w": g["w"].at[0, 1].set(0)},
     "last": each(lambda x: x.at[-1].set(0)),
     "some": each(lambda x: x[jnp.array([2, 0, 1])]),
     "traced index": lambda g: each(lambda x: x - x[jnp.int32(g["b"].shape[0] - 1)])(g),
@@ -259,6 +260,17 @@ OWN = {
     "singular values": (
         lambda g: {**g, "w": jnp.linalg.svd(g["w"], full_matrices=False)[0]},
         lambda x: jnp.linalg.svd(x, full_matrices=False)[0] if x.ndim == 2 else x,
+    ),
+    "largest of each": (
+        lambda g: {**g, "b": jnp.take_along_axis(g["b"], jnp.argsort(g["b"], axis=1), axis=1)},
+        lambda x: jnp.sort(x) if x.ndim == 1 else x,
+    ),
+    "largest by pairs": (
+        lambda g: {
+            **g,
+            "b": g["b"].at[jnp.arange(WORKERS)[:, None], jax.lax.top_k(g["b"], 2)[1]].set(0),
+        },
+        lambda x: jnp.where(x >= jnp.sort(x)[-2], 0, x) if x.ndim == 1 else x,
     ),
     "product": (
         lambda g: {**g, "w": g["w"] @ jnp.ones((4, 4))},

@@ -4,7 +4,7 @@ An operation that stands here is allowed in front of an exchange if its rule fin
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 # In the place of the number of an axis: rows are laid end to end; they are somewhere, by code that
@@ -53,10 +53,18 @@ def _sliced(call: Call) -> int | None:
     return call.if_whole(of_rows == (0, call.shape[call.axis], 1))
 
 
+def _has_pairs(call: Call, indexed: Sequence[int]) -> bool:
+    """Whether rows are told by an index, or paired with indices into other axes, one by one.
+
+    Code that knows rows has such pairs, as those of `jnp.take_along_axis`.
+    """
+    return call.rows[0] is None or (len(indexed) > 1 and len(call.shapes[1]) > 1)
+
+
 def _gathered(call: Call) -> int | None:
     numbers, axis = call.params["dimension_numbers"], call.axis
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    if call.rows[0] is None or axis in numbers.operand_batching_dims:
+    if axis in numbers.operand_batching_dims or _has_pairs(call, numbers.start_index_map):
         return TRUSTED
     if axis in gone or call.params["slice_sizes"][axis] != call.shape[axis]:
         return None
@@ -66,7 +74,8 @@ def _gathered(call: Call) -> int | None:
 def _scattered(call: Call) -> int | None:
     numbers = call.params["dimension_numbers"]
     indexed = {*numbers.inserted_window_dims, *numbers.scatter_dims_to_operand_dims}
-    return TRUSTED if call.rows[0] is None else call.beside(indexed)
+    is_trusted = _has_pairs(call, numbers.scatter_dims_to_operand_dims)
+    return TRUSTED if is_trusted else call.beside(indexed)
 
 
 def _multiplied(call: Call) -> int | None:
