@@ -98,6 +98,39 @@ BEHIND = {
         optax.chain(jaxsparse.per_worker(optax.trace(0.9)), MOMENTUM),
         None,
     ),
+    # Whoever wrote it: what is computed counts.
+    "own momentum": (
+        optax.chain(
+            MOMENTUM,
+            optax.GradientTransformation(
+                lambda p: p, lambda u, m, p=None: 2 * [jax.tree.map(lambda u, m: u + m / 2, u, m)]
+            ),
+        ),
+        TWICE,
+    ),
+    "own clip": (
+        optax.chain(
+            MOMENTUM,
+            optax.stateless(
+                lambda u, p: optax.tree.scale(jnp.minimum(1, NORM / optax.tree.norm(u)), u)
+            ),
+        ),
+        LONG,
+    ),
+    "own decay": (
+        optax.chain(
+            MOMENTUM, optax.stateless(lambda u, p: jax.tree.map(lambda u, p: u - p / 9, u, p))
+        ),
+        WEAK,
+    ),
+    "in a branch": (optax.chain(MOMENTUM, optax.apply_if_finite(optax.adam(RATE), 2)), TWICE),
+    "a rate in the state": (optax.chain(MOMENTUM, optax.inject_hyperparams(optax.sgd)(RATE)), None),
+    "second moments": (optax.chain(MOMENTUM, optax.rmsprop(RATE)), None),
+    "sums": (optax.chain(MOMENTUM, optax.adagrad(RATE)), None),
+    "several steps": (optax.chain(MOMENTUM, optax.MultiSteps(SGD, 2)), None),
+    "means": (optax.chain(MOMENTUM, optax.contrib.schedule_free(SGD, RATE)), None),
+    "trust ratio": (optax.chain(MOMENTUM, optax.scale_by_trust_ratio(), SGD), None),
+    "noise": (optax.chain(MOMENTUM, optax.add_noise(0.1, 0.5, jax.random.key(0)), SGD), None),
 }
 
 

@@ -112,6 +112,13 @@ def two_workers(workers=2, state=None, params=PARAMS):
     tx.update(grads, tx.init(PARAMS) if state is None else state, params)
 
 
+def first_worker_frozen():
+    tx = jaxsparse.dense(workers=2)
+    first = lambda grads: jax.tree.map(lambda g: g.at[0].set(0), grads)
+    grads = jaxsparse.grad(of_rows, workers=2)
+    jax.jit(lambda p, x: tx.update(first(grads(p, x)), tx.init(p), p)[0])(PARAMS, ROWS)
+
+
 def exchange_in_per_worker():
     chain = optax.chain(jaxsparse.spardl(0.1), optax.scale(1.0))
     jaxsparse.per_worker(chain).init(PARAMS)
@@ -126,6 +133,7 @@ REFUSED = {
     "is an optax.MaskedNode": lambda: jaxsparse.check(
         optax.masked(sketched(), {"w": True, "b": False}), PARAMS
     ),
+    "or picks or moves rows": first_worker_frozen,
     "the chain mixes the rows of workers": lambda: jaxsparse.check(
         optax.chain(optax.clip_by_global_norm(1.0), sketched()), PARAMS
     ),

@@ -2,11 +2,12 @@
 
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.extend.source_info_util import current, register_exclusion, summarize
 from jax.interpreters import batching, mlir
 
@@ -192,6 +193,15 @@ def place_of(equation: Any) -> str:
     return summarize(equation.source_info)
 
 
+def place_and_call(equation: Any) -> str:
+    """The place of an equation. In Optax, that of the transformation, and where it was called."""
+    frames = summarize(equation.source_info, num_frames=100).split("\n")[::-1]
+    theirs = os.path.dirname(optax.__file__)
+    at = next((i for i, frame in enumerate(frames) if not frame.startswith(theirs)), 0)
+    inside = [frame for frame in frames[:at] if ".update_fn" in frame] or frames[:at]
+    return f"{inside[0]}, called at {frames[at]}" if inside else frames[0]
+
+
 def place() -> str:
     """Where the user's code is that is traced now, as "file:line (function)"."""
     return summarize(current())
@@ -205,12 +215,44 @@ def place_of_error(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else "unknown place"
 
 
-def optax_frames(equation: Any) -> tuple[set[str], set[str]]:
-    """The files and functions of Optax in which an equation was traced, as far as JAX kept them."""
-    traceback = getattr(equation.source_info, "traceback", None)
-    files, functions = set[str](), set[str]()
-    for frame in getattr(traceback, "frames", ()):
-        if "/optax/" in (file := frame.file_name.replace("\\", "/")):
-            files.add(file)
-            functions.add(frame.function_name.partition(".")[0])
-    return files, functions
+def inputs_of(equation: Any) -> Sequence[Any]:
+    """The variables and literals that an equation of a program, or of a trace, reads."""
+    if hasattr(equation, "in_tracers"):
+        return [x.val for x in equation.in_tracers]
+    return equation.invars
+
+
+def variable(x: Any) -> Any:
+    """The variable of a traced value. None: it is an array, or of another kind."""
+    found = getattr(x, "val", None) if hasattr(x, "parent") else None
+    return None if isinstance(found, Literal) else found
+
+
+def made_by(values: Sequence[Any], is_first: Callable[[Any], bool]) -> list[Any]:
+    """The equations that made traced values, in their order.
+
+    Tracing knows them while it runs. A release of JAX whose values do not tell has none.
+
+    Args:
+        values: arrays, traced or not.
+        is_first: whether to look at nothing in front of an equation.
+    """
+    found, seen = list[Any](), set[int]()
+    waiting = [(getattr(x, "parent", None), False) for x in values]
+    while waiting:
+        equation, is_done = waiting.pop()
+        if is_done:
+            found.append(equation)
+        elif equation is not None and id(equation) not in seen:
+            seen.add(id(equation))
+            waiting.append((equation, True))
+            if not is_first(equation):
+                waiting += [(getattr(x, "parent", None), False) for x in equation.in_tracers]
+    return found
+
+
+def is_elementwise(equation: Any) -> bool:
+    """Whether JAX maps an operation by its rule for elementwise ones."""
+    rule = batching.fancy_primitive_batchers.get(equation.primitive)
+    name = getattr(getattr(rule, "func", None), "__name__", "")
+    return name in ("broadcast_batcher", "vectorized_batcher")

@@ -33,8 +33,6 @@ AnyMesh = Mesh | AbstractMesh
 SCOPE = "jaxsparse_exchange"
 # Those of `per_worker` have this one.
 OWN_SCOPE = "jaxsparse_own_gradients"
-# SCOPE goes on so in the program of a check, if the exchange has momentum.
-MOMENTUM = "with_momentum"
 
 
 @dataclasses.dataclass(frozen=True)

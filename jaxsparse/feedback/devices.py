@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.comm import marks, meshes
 from jaxsparse.comm.meshes import AnyMesh, Placement
+from jaxsparse.feedback.front import means_in_check
 from jaxsparse.feedback.store import ErrorFeedbackState, Kind, kinds
 from jaxsparse.reducers.base import Reducer
 
@@ -148,7 +149,7 @@ def over_rows(
 ) -> tuple[Any, ErrorFeedbackState]:
     """Runs `update` for all workers, whose gradients and per-worker arrays have a row for each.
 
-    Under `jaxsparse.check`, which asks for shapes alone, means are zeros.
+    Under `jaxsparse.check`, which asks for the program of a chain, none runs.
 
     Args:
         update: the update of one worker's device.
@@ -163,9 +164,7 @@ def over_rows(
         ValueError: the state was not made for the inner axes of this mesh.
     """
     if (how := meshes.RUNNING.get()) is not None and how.workers is not None:
-        scope = f"{meshes.SCOPE}_{meshes.MOMENTUM}" if state.momentum else meshes.SCOPE
-        with jax.named_scope(scope):
-            return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), updates), state
+        return means_in_check(updates, bool(state.momentum)), state
     if mesh is None:
         return _simulated(update, updates, state, momentum, axis_name)
     placement = Placement.of(state.placement)

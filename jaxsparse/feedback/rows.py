@@ -22,6 +22,7 @@ from jax.tree_util import (
 from jaxsparse.arrays.layout import short_names
 from jaxsparse.comm.marks import PerWorker, own_leaves
 from jaxsparse.comm.meshes import RUNNING, AnyMesh, find_workers
+from jaxsparse.feedback.front import check_front
 
 _OVERWRITTEN = "_overwrite_with_gradient"  # Flax' collection of scales and histories of maxima
 
@@ -51,7 +52,7 @@ def read_rows(
     updates = _split_unreduced(updates, axis_name)
     one = _one_workers(updates, state, params, axis_name)
     count, found = find_workers((updates, state), axis_name, mesh, workers)
-    check_rows(updates, state, count, axis_name)
+    check_rows(updates, state, count, axis_name, params)
     return updates, one, count, found
 
 
@@ -135,7 +136,7 @@ def _shapes_in(updates: Any, state: Any) -> list[Any]:
 def check_rows(
     updates: Any, state: Any, workers: int, axis_name: str | None, params: Any = None
 ) -> None:
-    """Raises ValueError unless gradients and state have a row for each worker."""
+    """Raises ValueError unless gradients and state have a row for each worker, its own."""
     if params is not None:
         _check_shapes(updates, _shapes_of(params, len(jax.tree.leaves(updates))), axis_name)
     for path, x in tree_leaves_with_path(updates):
@@ -152,6 +153,8 @@ def check_rows(
                 "give the transformation mesh= or workers=. A state of another number of workers "
                 "is carried over by jaxsparse.reshard"
             )
+    if workers > 1 and RUNNING.get() is None:  # or `jaxsparse.check` reads the whole chain
+        check_front(updates, params)
 
 
 def _split_unreduced(gradients: Any, axis_name: str | None) -> Any:

@@ -1,21 +1,18 @@
 """A check that rows of gradients end in an exchange, and nowhere else."""
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Jaxpr, Literal
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jaxsparse.comm import compat, meshes
+from jaxsparse.comm import meshes
+from jaxsparse.feedback import front
 from jaxsparse.training.chains import warn_of_chains
 
 # So many workers are traced. Few sizes of arrays are equal to it by chance.
 _WORKERS = 3
-# Operations that are not elementwise. Code that does not know rows would count their axis.
-_MIXES = ("reduce_", "arg", "cum", "dot_general", "conv_", "sort", "top_k", "transpose", "scan")
 
 
 def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "data") -> None:
@@ -24,7 +21,8 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
     `jaxsparse.value_and_grad` gives each worker's gradients a row. `jaxsparse.per_worker` keeps the
     rows apart, and an exchange makes means of them. A transformation of Optax in front of the
     exchange, or a wrapper around it, does not know rows. It may sum over them, as
-    `optax.clip_by_global_norm` does, or keep them in its state, as `optax.trace` does.
+    `optax.clip_by_global_norm` does, or keep them in its state, as `optax.trace` does. The first is
+    refused without this check, where `value_and_grad` and `update` are in one `jax.jit`.
 
     It traces `tx.init` and `tx.update` once, for a few workers, and computes nothing. It also warns
     of what trains otherwise than it reads: clips, weight decay and momentum behind an exchange with
@@ -37,8 +35,8 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
 
     Raises:
         ValueError: names each update that still has rows, each array of the state whose shape
-            changes, each operation in front of the exchange that is not elementwise, and branches
-            around it.
+            changes, each operation in front of the exchange that is not elementwise, or moves
+            elements along the axis of rows, and branches around it.
 
     Example:
         >>> import jaxsparse
@@ -46,7 +44,7 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
         >>> check(tx, {"w": jnp.zeros((2, 5))})
         Traceback (most recent call last):
         ...
-        ValueError: the chain mixes the rows of workers. In front of the exchange ...
+        ValueError: the chain mixes the rows of workers. In front of the exchange, the ...
     """
     struct = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
     own = jax.tree.map(struct, params)
@@ -54,7 +52,8 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
     moved = own.fast if isinstance(own, optax.LookaheadParams) else own
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((_WORKERS, *x.shape), x.dtype), moved)
     how = meshes.Running(None, axis_name, workers=_WORKERS)
-    update = optax.with_extra_args_support(tx).update
+    inside = optax.with_extra_args_support(tx).update
+    update = lambda rows, *given: inside(front.marked(rows), *given)
     with meshes.running(how), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         state = jax.eval_shape(tx.init, own)
         try:
@@ -70,8 +69,8 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
                 "in place of optax.MultiSteps"
             ) from error
     gradients = len(jax.tree.leaves(rows))
-    warn_of_chains(program.jaxpr, gradients)
-    problems = [*_mixed(program.jaxpr, gradients)]
+    warn_of_chains(program.jaxpr, gradients, len(jax.tree.leaves(own)))
+    problems = [*map(front.refusal, front.mixed_in(program.jaxpr))]
     shapes = lambda tree: {keystr(path): x.shape for path, x in tree_leaves_with_path(tree)}
     wanted = shapes(own)
     for name, shape in shapes(updates).items():
@@ -90,37 +89,3 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
             )
     if problems:
         raise ValueError("the chain mixes the rows of workers. " + ". ".join(problems))
-
-
-def _mixed(program: Jaxpr, gradients: int) -> Iterator[str]:
-    """The places in front of the exchange that are not elementwise, in words."""
-    has_rows = [True] * gradients + [False] * (len(program.invars) - gradients)
-    places = list[str]()
-    _follow(program, has_rows, places)
-    for place in dict.fromkeys(places):
-        yield (
-            f"In front of the exchange {place} combines elements of arrays with a row for each "
-            "worker, as if they were one gradient: put the transformation behind the exchange, or, "
-            "to have it on each worker's own gradients, in jaxsparse.per_worker"
-        )
-
-
-def _follow(program: Jaxpr, given: Sequence[bool], places: list[str]) -> list[bool]:
-    """Whether each result of a program has rows, given which of its inputs have."""
-    rows = dict(zip(program.invars, given))
-    has_rows = lambda v: not isinstance(v, Literal) and rows.get(v, False)
-    for equation in program.eqns:
-        inputs = [has_rows(v) for v in equation.invars]
-        scopes = compat.name_stack(equation)
-        if not any(inputs) or meshes.SCOPE in scopes:
-            continue
-        found = [getattr(v.aval, "shape", ())[:1] == (_WORKERS,) for v in equation.outvars]
-        if meshes.OWN_SCOPE not in scopes:
-            inner = [*compat.inner_programs(equation.params)]
-            if len(inner) == 1 and len(inner[0].invars) == len(inputs):
-                found = _follow(inner[0], inputs, places)
-            elif equation.primitive.name.startswith(_MIXES):
-                places.append(compat.place_of(equation))
-                found = [False] * len(found)
-        rows.update(zip(equation.outvars, found))
-    return [has_rows(v) for v in program.outvars]

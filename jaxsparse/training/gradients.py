@@ -22,6 +22,7 @@ from jaxsparse.comm import compat, shard_maps, wire
 from jaxsparse.comm.marks import is_marked, module_in
 from jaxsparse.comm.meshes import AnyMesh, find_workers, inner_axes, names_of, restricted
 from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.feedback.front import marked
 from jaxsparse.training import one_worker
 from jaxsparse.training.rewriting import rewritten
 
@@ -51,7 +52,8 @@ def value_and_grad(
     Inside, `jax.lax.axis_index(axis_name)` is the worker's number, for keys of its own. Everything
     that comes back has a row for each worker, split over `axis_name`: the value (W,), auxiliary
     output and gradients (W, ...). A chain with an exchange of this library takes the gradients as
-    they are, and makes means of them. Take means of all else: `loss.mean()`.
+    they are, and makes means of them. It refuses what mixes their rows before, as a clip would.
+    Take means of all else: `loss.mean()`.
 
     Other axes of the mesh are left to JAX, as under `jax.jit`: FSDP and tensor parallelism inside
     `fun` need no change. Sharding constraints in `fun`, and specs of a `jax.shard_map`, may name
@@ -147,7 +149,8 @@ def value_and_grad(
         roles = [(split, not split and weight) for split, weight in zip(is_split, is_weight)]
         each = on_workers(one, count, found, axis_name, is_split, roles, check)
         made, _ = each(*(x for _, x in flat))
-        return outputs.unflatten(made)
+        value, grads = outputs.unflatten(made)
+        return value, marked(grads)
 
     return rows
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker, is_marked
+from jaxsparse.feedback.front import marked
 from jaxsparse.feedback.rows import check_rows
 from jaxsparse.training.gradients import on_workers
 
@@ -149,7 +150,7 @@ def per_worker(
             assert axis_name is not None  # where it is None it is bound
             made, _ = on_workers(each, count, found, axis_name, is_split, roles)(*own, *equal)
         delivered, after = outputs.unflatten(made)
-        return delivered, jax.tree.map(PerWorker, after)
+        return marked(delivered), jax.tree.map(PerWorker, after)
 
     def one(
         updates: Any, before: Any, params: Any, extra_args: dict[str, Any], ok: Bool[Array, ""]

@@ -29,6 +29,7 @@ from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import count_moved, exchange_dense, where_ok
+from jaxsparse.feedback.front import means_in_check
 from jaxsparse.feedback.rows import read_rows
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
@@ -177,8 +178,7 @@ def zero1(
         parts = Ownership.plan(params, rule, count, axis_name, placement)
         _check(parts, state)
         if (how := meshes.RUNNING.get()) is not None and how.workers is not None:
-            with jax.named_scope(meshes.SCOPE):  # `jaxsparse.check` asks for shapes alone
-                means = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), updates)
+            means = means_in_check(updates)
             made, after = inside.update(means, state.optimizer, params, **extra_args)
             return made, state._replace(optimizer=after)
         # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.

@@ -1,0 +1,107 @@
+"""What values of a traced program are made of, followed from operation to operation.
+
+Loops, branches and inner functions are followed here, so that a reader says only what one operation
+makes of what it is given.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from jax.extend.core import Jaxpr, Literal
+
+from jaxsparse.comm import compat
+
+T = TypeVar("T")
+
+
+class Reading(Generic[T]):
+    """Follows what is known of values through a program.
+
+    Attributes:
+        nothing: what is known of all else.
+        scopes: those of the equations around the one that is read, "" outside of any.
+        around: the outermost call of an inner function that is read. JAX keeps traces of these, so
+            that places inside may be those of another call.
+    """
+
+    nothing: T
+
+    def __init__(self) -> None:
+        self.scopes = ""
+        self.around: Any = None
+
+    def operation(self, equation: Any, inputs: list[T]) -> list[T]:
+        """What an operation without a known inner program makes."""
+        raise NotImplementedError
+
+    def join(self, values: Iterable[T]) -> T:
+        """What is known of a value that is one of these, or made of them element by element."""
+        raise NotImplementedError
+
+    def sliced(self, value: T) -> T:
+        """What is known of a slice along the first axis."""
+        return value
+
+    def stacked(self, value: T) -> T:
+        """What is known of such values, stacked along a new first axis."""
+        return value
+
+    def read(self, equations: Iterable[Any], known: dict[Any, T]) -> dict[Any, T]:
+        """What is known of variables, with those that equations make."""
+        for equation in equations:
+            inputs = [self.of(known, x) for x in compat.inputs_of(equation)]
+            known.update(zip(equation.outvars, self.equation(equation, inputs)))
+        return known
+
+    def of(self, known: dict[Any, T], x: Any) -> T:
+        return self.nothing if isinstance(x, Literal) else known.get(x, self.nothing)
+
+    def program(self, program: Jaxpr, given: Sequence[T]) -> list[T]:
+        """What is known of a program's outputs."""
+        known = self.read(program.eqns, dict(zip(program.invars, given)))
+        return [self.of(known, x) for x in program.outvars]
+
+    def equation(self, equation: Any, inputs: list[T]) -> list[T]:
+        """What is known of an equation's outputs."""
+        name, programs = equation.primitive.name, [*compat.inner_programs(equation.params)]
+        with self._inside(equation, name):
+            if name == "scan":
+                constants, carried = compat.carried_by(equation)
+                rest = constants + carried
+                given = [*inputs[:rest], *map(self.sliced, inputs[rest:])]
+                made = self._repeated(programs[0], given, constants, carried)
+                return [*made[:carried], *map(self.stacked, made[carried:])]
+            if name == "while":
+                given = inputs[equation.params["cond_nconsts"] :]
+                constants = equation.params["body_nconsts"]
+                body = equation.params["body_jaxpr"].jaxpr
+                return self._repeated(body, given, constants, len(given) - constants)
+            if name == "cond":
+                branches = [self.program(branch, inputs[1:]) for branch in programs]
+                return [self.join((inputs[0], *each)) for each in zip(*branches)]
+            is_call = len(programs) == 1 and len(programs[0].invars) == len(inputs)
+            if is_call and name in compat.CALLS and name != "shard_map":
+                return self.program(programs[0], inputs)
+            return self.operation(equation, inputs)
+
+    @contextlib.contextmanager
+    def _inside(self, equation: Any, name: str) -> Iterator[None]:
+        before = self.scopes, self.around
+        self.scopes += "/" + compat.name_stack(equation)
+        if self.around is None and name in ("jit", "pjit"):
+            self.around = equation
+        try:
+            yield
+        finally:
+            self.scopes, self.around = before
+
+    def _repeated(self, body: Jaxpr, given: list[T], first: int, carried: int) -> list[T]:
+        """What a loop makes. What it carries goes through it until nothing new is known."""
+        while True:
+            made = self.program(body, given)
+            before = given[first : first + carried]
+            after = [self.join(pair) for pair in zip(before, made)]
+            if after == before:
+                return [*after, *made[carried:]]
+            given = [*given[:first], *after, *given[first + carried :]]

@@ -1,0 +1,203 @@
+"""What stands between gradients and their exchange keeps each worker's row its own, or is refused.
+
+`jaxsparse.value_and_grad` gives each worker's gradients a row. Code that does not know rows, such
+as most of Optax, takes them for one gradient: a clip would scale them by a norm of all rows, and an
+index would take a worker in the place of an element. While a step is traced, JAX's values know
+what made them. So an exchange reads the program from the gradients that `value_and_grad` has marked
+to those that it is given. It is told of operations that are known to keep rows apart, and refuses
+all others. A compiled step has none of it.
+
+It reads no more than it sees: gradients of another trace, code in `jax.vmap` or a `jax.shard_map`,
+which was written for rows, and what calls a program of another kind are trusted.
+"""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr, Literal
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from jaxsparse.comm import compat, meshes
+from jaxsparse.comm.flow import Reading
+from jaxsparse.feedback.axes import (
+    ALONG,
+    ELEMENTWISE,
+    FLAT,
+    MOVES,
+    ONE_BY_ONE,
+    OTHERS,
+    TRUSTED,
+    Call,
+)
+from jaxsparse.feedback.mixtures import (
+    GRADIENT,
+    MEANS,
+    MEANS_OF_MOMENTUM,
+    PARAMETERS,
+    STATE,
+    Mixtures,
+)
+
+# What is known of a value: the number of its axis of rows, FLAT or TRUSTED; or None, if no gradient
+# is in it. A string is the place of an operation that has mixed rows.
+Rows = int | str | None
+
+
+def marked(gradients: Any) -> Any:
+    """Gradients with a row for each worker, marked as such while a step is traced."""
+    return jax.tree.map(lambda x: checkpoint_name(x, GRADIENT), gradients)
+
+
+def means_in_check(updates: Any, has_momentum: bool = False) -> Any:
+    """What stands for the means of an exchange in the program of a check."""
+    name = MEANS_OF_MOMENTUM if has_momentum else MEANS
+    with jax.named_scope(meshes.SCOPE):
+        return jax.tree.map(lambda x: checkpoint_name(x[0], name), updates)
+
+
+def check_front(updates: Any, params: Any = None) -> None:
+    """Raises ValueError if rows of gradients do not reach this place as they were marked.
+
+    It warns where a state that fades, in the shape of a parameter, is added to all rows.
+    """
+    leaves = tree_leaves_with_path(updates)
+    equations = compat.made_by([x for _, x in leaves], _is_mark)
+    found = _Front()
+    known = found.read(equations, {})
+    for path, x in leaves:
+        if isinstance(place := found.of(known, compat.variable(x)), str):
+            raise ValueError(refusal(place, f"gradient{keystr(path)}"))
+    if params is None:
+        return
+    own = jax.tree.leaves(params)
+    given = {*map(compat.variable, own), *_first_inputs(compat.made_by(own, _is_mark))}
+    shapes = {jnp.shape(x) for x in own} - {jnp.shape(x) for _, x in leaves} - {()}
+    mixtures = Mixtures(GRADIENT)
+    mixtures.read(
+        equations,
+        {
+            x: PARAMETERS if x in given else STATE if x.aval.shape in shapes else 0
+            for x in _first_inputs(equations)
+        },
+    )
+    if mixtures.fading:
+        warnings.warn(
+            f"in front of the exchange, {mixtures.fading} adds a state of one worker, such as a "
+            "momentum, to gradients with a row for each worker, so that the state gets rows, too: "
+            "put it behind the exchange, or in jaxsparse.per_worker to have it on each worker. To "
+            'leave it, filter this warning: warnings.filterwarnings("ignore", "in front of the '
+            'exchange")',
+            stacklevel=5,
+        )
+
+
+def _first_inputs(equations: Iterable[Any]) -> set[Any]:
+    """The variables that equations read, and that none of them makes."""
+    made = {x for equation in equations for x in equation.outvars}
+    read = (x for e in equations if not _is_mark(e) for x in compat.inputs_of(e))
+    return {x for x in read if not isinstance(x, Literal)} - made
+
+
+def mixed_in(program: Jaxpr) -> list[str]:
+    """The places in the program of a check that mix rows in front of an exchange."""
+    found = _Front(only_elements=True)
+    kept = found.program(program, [None] * len(program.invars))
+    return [*dict.fromkeys(x for x in (*found.places, *kept) if isinstance(x, str))]
+
+
+def refusal(place: str, name: str = "gradients") -> str:
+    """The error that names what mixes rows."""
+    return (
+        f"In front of the exchange, {place} combines elements of arrays with a row for each "
+        f"worker, or picks or moves rows, as if {name} were one worker's. Put it behind the "
+        "exchange, where gradients are ordinary means, as in optax.chain(exchange, "
+        "optax.clip_by_global_norm(1.0), optimizer). To have it on each worker's own gradients, "
+        "put a transformation in jaxsparse.per_worker, and other code in jax.vmap"
+    )
+
+
+def _is_mark(equation: Any) -> bool:
+    return equation.primitive.name == "name" and equation.params["name"] == GRADIENT
+
+
+class _Front(Reading[Rows]):
+    """Where gradients have their rows.
+
+    Args:
+        only_elements: whether operations along other axes than that of rows are refused, too. A
+            transformation that does not know rows would count axes from the wrong one.
+    """
+
+    nothing = None
+
+    def __init__(self, only_elements: bool = False) -> None:
+        super().__init__()
+        self.only_elements = only_elements
+        self.places = list[Rows]()  # what reached an exchange
+
+    def join(self, values: Iterable[Rows]) -> Rows:
+        found = {x for x in values if x is not None}
+        if mixed := [x for x in found if isinstance(x, str)]:
+            return min(mixed)
+        return TRUSTED if len(found) > 1 else next(iter(found), None)
+
+    def sliced(self, value: Rows) -> Rows:
+        return _shifted(value, -1) if value != 0 else TRUSTED  # a worker's at a time
+
+    def stacked(self, value: Rows) -> Rows:
+        return _shifted(value, 1)
+
+    def equation(self, equation: Any, inputs: list[Rows]) -> list[Rows]:
+        scopes = self.scopes + compat.name_stack(equation)
+        if meshes.SCOPE in scopes or meshes.OWN_SCOPE in scopes:
+            self.places += inputs
+            return [None] * len(equation.outvars)
+        return super().equation(equation, inputs)
+
+    def _is_mapped(self) -> bool:
+        """Whether the code is in `jax.vmap`."""
+        return "vmap(" in self.scopes
+
+    def operation(self, equation: Any, inputs: list[Rows]) -> list[Rows]:
+        name, given = equation.primitive.name, compat.inputs_of(equation)
+        every = lambda value: [value] * len(equation.outvars)
+        if _is_mark(equation):
+            return every(TRUSTED if self._is_mapped() else 0)
+        joined = self.join(inputs)
+        if isinstance(joined, str):  # whether anything is finite may be asked of all rows
+            is_nan = name in ("eq", "ne") and given[0] is given[1]
+            return every(None if is_nan or name == "is_finite" else joined)
+        if joined is None or joined == TRUSTED:
+            return every(joined)
+        if name in ONE_BY_ONE:
+            return inputs
+        if name in ELEMENTWISE or compat.is_elementwise(equation):
+            return every(joined)
+        rule = MOVES.get(name) or ALONG.get(name)
+        if rule is None and (name in OTHERS or any(compat.inner_programs(equation.params))):
+            return every(TRUSTED)
+        shapes = [x.aval.shape for x in given]
+        axis, shape = next((x, s) for x, s in zip(inputs, shapes) if isinstance(x, int))
+        found: Rows = None
+        if joined == FLAT and name in MOVES:
+            found = FLAT
+        elif joined == FLAT:
+            is_part = len(shape) > 1 and equation.outvars[0].aval.shape
+            found = TRUSTED if is_part else None
+        elif rule is not None and not (self.only_elements and name in ALONG):
+            moved = rule(Call(equation.params, shapes, inputs, axis, shape))
+            found = None if moved is None else int(moved)  # and no integer of NumPy
+        if found is None:
+            if name in ("reduce_and", "reduce_or"):
+                return every(None)
+            place = compat.place_and_call(self.around or equation)
+            found = TRUSTED if self._is_mapped() else f"the {name} at {place}"
+        return every(found)
+
+
+def _shifted(value: Rows, by: int) -> Rows:
+    return value + by if isinstance(value, int) and value >= 0 else value

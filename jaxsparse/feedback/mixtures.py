@@ -1,0 +1,102 @@
+"""What updates are mixed with: states that fade, parameters, bounds.
+
+Whether an operation is a momentum, a weight decay or a clip is read from what it computes, so that
+it does not matter who wrote it.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jaxsparse.comm import compat
+from jaxsparse.comm.flow import Reading
+
+# Marks of values: gradients with a row for each worker, and in the program of a check what an
+# exchange delivers, without and with momentum.
+GRADIENT, MEANS, MEANS_OF_MOMENTUM = (
+    f"jaxsparse_{name}" for name in ("gradient", "means", "means_of_momentum")
+)
+
+# What a value is made of, as bits. Numbers are a state's counters, rates and keys. A state that
+# fades and a share of the parameters are scaled. A power and a norm are those of updates; a bound
+# is a norm beside a constant. The bits above are one for each array that exchanges deliver.
+PARAMETERS, STATE, NUMBER, _SCALED, _UPDATE, _POWER, _NORM, _BOUND = (1 << i for i in range(8))
+DELIVERED = 8
+
+
+class Mixtures(Reading[int]):
+    """Follows marked values, and finds what is added to them and what clips them.
+
+    Args:
+        source: their mark.
+
+    Attributes:
+        fading: where a state that fades is added to them: a momentum, or a first moment. "" if
+            nowhere.
+        clips: whether they are clipped, by value or by norm.
+        decays: whether a share of the parameters is added to them.
+        delivered: the size of each array that exchanges deliver in the program of a check, and the
+            equation that makes it.
+    """
+
+    nothing = 0
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.fading = ""
+        self.clips = self.decays = False
+        self.delivered = list[tuple[int, Any]]()
+
+    def join(self, values: Iterable[int]) -> int:
+        made = 0
+        for value in values:
+            made |= value
+        return made
+
+    def operation(self, equation: Any, inputs: list[int]) -> list[int]:
+        name, made = equation.primitive.name, self.join(inputs)
+        label = str(equation.params.get("name")) if name == "name" else ""
+        if label.startswith(MEANS):
+            made = made >> DELIVERED << DELIVERED | 1 << DELIVERED + self._number(equation)
+        if label == self.source:
+            made |= _UPDATE
+        elif name == "is_finite":
+            made = 0
+        elif name.startswith("reduce_") and made & (_UPDATE | _POWER):
+            made = made & ~(_UPDATE | _POWER) | _NORM
+        else:
+            self._look_at(equation, inputs)
+            is_product = name in ("mul", "div") and all(x & _UPDATE for x in inputs)
+            if is_product or name == "square" or equation.params.get("y", 1) != 1:
+                made = made & ~_UPDATE | _POWER
+            if equation.outvars[0].aval.dtype == bool:
+                made &= ~_UPDATE
+            if name in ("mul", "div") and made & (STATE | PARAMETERS):
+                made |= _SCALED
+            if name in ("max", "min") and made & _NORM and 0 in inputs:
+                made |= _BOUND
+        return [made] * len(equation.outvars)
+
+    def _number(self, equation: Any) -> int:
+        """The number of an array that an exchange delivers."""
+        if not any(e is equation for _, e in self.delivered):  # in a loop it comes again
+            self.delivered.append((math.prod(equation.outvars[0].aval.shape), equation))
+        return [e is equation for _, e in self.delivered].index(True)
+
+    def _look_at(self, equation: Any, inputs: list[int]) -> None:
+        name = equation.primitive.name
+        # Parameters that an update was added to are no update any more.
+        is_update = [bool(x & _UPDATE and not x & (STATE | PARAMETERS)) for x in inputs]
+        if not any(is_update):
+            return
+        others = [x for x, yes in zip(inputs, is_update) if not yes]
+        scaled = self.join(x for x in others if x & _SCALED and not x & _UPDATE)
+        if name in ("add", "add_any", "sub") and scaled:
+            self.decays |= bool(scaled & PARAMETERS)
+            if not scaled & PARAMETERS:
+                self.fading = compat.place_and_call(self.around or equation)
+        by_value = name in ("clamp", "max", "min") and not any(others)
+        by_norm = name == "select_n" and bool(inputs[0] & _NORM) and all(is_update[1:])
+        by_bound = name in ("mul", "div") and any(x & _BOUND for x in others)
+        self.clips |= by_value or by_norm or by_bound

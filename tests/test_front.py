@@ -1,0 +1,364 @@
+"""What stands between gradients and their exchange: refused where it mixes workers' rows."""
+
+import functools
+import inspect
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+from workers import mesh
+
+import jaxsparse
+from jaxsparse.comm import compat
+
+WORKERS = 3
+START = {"w": np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32), "b": np.ones(4, "f")}
+INPUTS = np.random.default_rng(3).normal(size=(12, 5)).astype(np.float32)
+pytestmark = pytest.mark.usefixtures("as_jax_promotes")
+
+
+@pytest.fixture(scope="module")
+def as_jax_promotes():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def loss_of(params, x):
+    return jnp.mean(jnp.sum((x @ params["w"] + params["b"]) ** 2, axis=1))
+
+
+ROWS = jaxsparse.grad(loss_of, workers=WORKERS)
+EXCHANGE = jaxsparse.dense(workers=WORKERS)
+each = lambda f: lambda grads: jax.tree.map(f, grads)
+
+
+def exchanged(front, grads_of=ROWS, exchange=EXCHANGE, params=START, traced=jax.jit):
+    """What an exchange delivers of `front(gradients)`, in one trace."""
+
+    @traced
+    def step(params, x):
+        return exchange.update(front(grads_of(params, x)), exchange.init(params), params)[0]
+
+    return step(params, INPUTS)
+
+
+def by(tx):
+    """A transformation as a function of gradients, with the state of its first step."""
+    return lambda grads: tx.update(grads, tx.init(START), START)[0]
+
+
+# What is no worker's own any more.
+MIXED = {
+    "norm": by(optax.clip_by_global_norm(0.5)),
+    "norm of a leaf": by(optax.clip_by_block_rms(0.5)),
+    "normalized": by(optax.contrib.normalize()),
+    "trust ratio": by(optax.scale_by_trust_ratio()),
+    "norm of what was laid flat": by(optax.flatten(optax.clip_by_global_norm(0.5))),
+    "masked norm": by(optax.masked(optax.clip_by_block_rms(0.5), {"w": True, "b": False})),
+    "behind per_worker": lambda g: by(optax.clip_by_global_norm(0.5))(
+        by(jaxsparse.per_worker(optax.scale(2.0), workers=WORKERS))(g)
+    ),
+    "in a function": jax.jit(each(lambda x: x / jnp.linalg.norm(x.ravel()))),
+    "in a branch": lambda g: jax.lax.cond(g["w"].sum() > 0, lambda g: g, each(lambda x: 2 * x), g),
+    "in a loop": lambda g: jax.lax.fori_loop(0, 3, lambda i, g: each(lambda x: x - x.max())(g), g),
+    "quantile": each(lambda x: jnp.clip(x, -1, jnp.quantile(x, 0.9))),
+    "softmax": each(lambda x: jax.nn.softmax(x, axis=0)),
+    "less the mean": each(lambda x: x - x.mean(0)),
+    "running sum": each(lambda x: jnp.cumsum(x, axis=0)),
+    "matrix": each(lambda x: jnp.tensordot(jnp.ones((WORKERS, WORKERS)), x, 1)),
+    "an element": lambda g: {**g, "w": g["w"].at[0, 1].set(0)},
+    "last": each(lambda x: x.at[-1].set(0)),
+    "some": each(lambda x: x[jnp.array([2, 0, 1])]),
+    "traced index": lambda g: each(lambda x: x - x[jnp.int32(g["b"].shape[0] - 1)])(g),
+    "begin": each(lambda x: x.at[:2].multiply(0.5)),
+    "rolled": each(lambda x: jnp.roll(x, 1, axis=0)),
+    "turned": each(lambda x: jnp.flip(x, 0)),
+    "padded": each(lambda x: jnp.pad(x[:2], [(0, 1)] + [(0, 0)] * (x.ndim - 1))),
+    "joined": each(lambda x: jnp.concatenate([x[:1], jnp.zeros_like(x[1:])])),
+    "repeated": each(lambda x: jnp.repeat(x[:1], WORKERS, axis=0)),
+    "sorted": each(lambda x: jnp.sort(x, axis=0)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_mixes_workers_rows_is_refused_where_it_stands(name):
+    with pytest.raises(ValueError, match=r"In front of the exchange, the .* at .*per_worker"):
+        exchanged(MIXED[name], traced=lambda step: lambda *a: jax.eval_shape(step, *a))
+
+
+def test_the_error_names_the_code_in_front_and_its_call():
+    def halved(grads):
+        return jax.tree.map(lambda x: x.at[1].multiply(0.5), grads)
+
+    with pytest.raises(ValueError, match="In front of the exchange") as caught:
+        exchanged(halved)
+    line = inspect.getsourcelines(halved)[1] + 1
+    assert f"the scatter-mul at {__file__}:{line}:" in str(caught.value)
+    assert "as if gradient['b'] were" in str(caught.value)
+    with pytest.raises(ValueError, match="In front of the exchange") as caught:
+        exchanged(MIXED["norm"])
+    here = inspect.getsourcelines(by)[1] + 2
+    text = rf"_clipping\.py:\d+.*clip_by_global_norm.*, called at {re.escape(__file__)}:{here}:"
+    assert re.search(text, str(caught.value))
+
+
+@pytest.mark.parametrize("kind", ["mesh", "set_mesh", "scan", "zero1", "per_worker"])
+def test_it_is_refused_wherever_an_exchange_is(kind):
+    where = mesh(WORKERS)
+    params = jax.device_put(START, NamedSharding(where, P()))
+    clip = MIXED["norm"]
+    grads_of, all_leaves, front = jaxsparse.grad(loss_of), lambda *_: False, clip
+    exchange = jaxsparse.top_k(0.5, is_dense=all_leaves, mesh=where if kind == "scan" else None)
+    if kind == "zero1":
+        exchange = jaxsparse.zero1(optax.sgd(0.1), is_dense=lambda path, shape: len(shape) < 2)
+    if kind == "per_worker":
+        front = lambda g: by(jaxsparse.per_worker(optax.scale(2.0), mesh=where))(clip(g))
+    if kind == "scan":
+        grads_of = jaxsparse.grad(loss_of, mesh=where)
+    state = exchange.init(params)
+
+    def step(params, x):
+        return exchange.update(front(grads_of(params, x)), state, params)[0]
+
+    def steps(params, x):
+        return jax.lax.scan(
+            lambda p, _: (optax.apply_updates(p, step(p, x)), None), params, None, 2
+        )
+
+    with jax.set_mesh(where) if kind == "set_mesh" else warnings.catch_warnings():
+        x = jax.device_put(INPUTS, NamedSharding(where, P("data")))
+        with pytest.raises(ValueError, match="In front of the exchange, the reduce_sum at"):
+            jax.jit(steps if kind == "scan" else step).trace(params, x)
+
+
+def sums_of(params, x):
+    each = jnp.sum((x @ params["w"] + params["b"]) ** 2, axis=1)
+    return jnp.sum(each * (x[:, 0] > 0)), jnp.sum(x[:, 0] > 0)
+
+
+def mean_of_sums(params, x):
+    (total, count), grads = jaxsparse.value_and_grad(sums_of, has_aux=True, workers=WORKERS)(
+        params, x
+    )
+    return jaxsparse.mean_of((total, grads), count)[1]
+
+
+def accumulated(params, x):
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(ROWS, params, x[:6]))
+    add = lambda total, part: (jax.tree.map(jnp.add, total, ROWS(params, part)), None)
+    return jax.tree.map(lambda g: g / 2, jax.lax.scan(add, zeros, x.reshape(2, 6, 5))[0])
+
+
+def stacked(params, x):
+    found = jax.lax.map(lambda part: ROWS(params, part), x.reshape(2, 6, 5))
+    return jax.tree.map(lambda g: g.mean(0), found)
+
+
+def mapped_parts(params, x):
+    found = jax.vmap(lambda part: ROWS(params, part))(x.reshape(2, 6, 5))
+    return jax.tree.map(lambda g: g.mean(0), found)
+
+
+def listed(params, x):
+    found = [ROWS(params, part) for part in jnp.split(x, 2)]
+    return jax.tree.map(lambda *g: jnp.stack(g).mean(0), *found)
+
+
+def in_a_buffer(params, x):
+    found = [ROWS(params, part) for part in jnp.split(x, 2)]
+
+    def filled(*parts):
+        buffer = jnp.zeros((2, *parts[0].shape))
+        for i, part in enumerate(parts):
+            buffer = buffer.at[i].set(part)
+        return buffer.mean(0)
+
+    return jax.tree.map(filled, *found)
+
+
+def of_two_groups(params, x):
+    few = jaxsparse.grad(loss_of, workers=1)(params, x[:4])
+    rest = jaxsparse.grad(loss_of, workers=2)(params, x[4:])
+    return jax.tree.map(lambda *g: jnp.concatenate(g), few, rest)
+
+
+def scaled_loss(params, x):
+    scale = jnp.float32(64)
+    loss = lambda p, x: scale * loss_of(p, x)
+    grads = jax.tree.map(lambda g: g / scale, jaxsparse.grad(loss, workers=WORKERS)(params, x))
+    finite = jnp.isfinite(optax.tree.norm(grads)) & jnp.all(jnp.isfinite(grads["w"]))
+    return jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
+
+
+# Ways to the gradients of the whole batch: their mean is that of plain JAX.
+GRADIENTS = {
+    f.__name__: f
+    for f in (accumulated, stacked, mapped_parts, listed, in_a_buffer, of_two_groups, scaled_loss)
+} | {
+    "inner jit": jax.jit(ROWS),
+    "remat": jax.checkpoint(ROWS),
+    "flat and back": lambda p, x: by(optax.flatten(optax.scale(1.0)))(ROWS(p, x)),
+    "if finite": lambda p, x: by(optax.apply_if_finite(optax.identity(), 3))(ROWS(p, x)),
+    "no nans": lambda p, x: by(optax.zero_nans())(ROWS(p, x)),
+    "barrier": lambda p, x: jax.lax.optimization_barrier(ROWS(p, x)),
+    "branch": lambda p, x: jax.lax.cond(x[0, 0] < 9, lambda g: g, each(jnp.zeros_like), ROWS(p, x)),
+    "masked": lambda p, x: by(optax.masked(optax.scale(1.0), {"w": True, "b": False}))(ROWS(p, x)),
+    "turned twice": lambda p, x: each(lambda g: jnp.swapaxes(jnp.swapaxes(g, 0, -1), 0, -1))(
+        ROWS(p, x)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_ways_to_the_gradients_of_a_batch_stay_allowed(name):
+    expected = jax.grad(loss_of)(START, INPUTS)
+    found = exchanged(lambda g: g, GRADIENTS[name])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), found, expected)
+
+
+def test_means_of_sums_stay_allowed():
+    total = lambda p: sums_of(p, INPUTS)[0] / sums_of(p, INPUTS)[1]
+    expected = jax.grad(total)(START)
+    found = exchanged(lambda g: g, mean_of_sums)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), found, expected)
+
+
+def clipped(grad):
+    return grad / jnp.maximum(1, jnp.linalg.norm(grad.ravel()))
+
+
+def ranked(grad):
+    return grad * (jnp.abs(grad) >= jnp.sort(jnp.abs(grad).ravel())[-2])
+
+
+# What is done to each worker's own gradient, and the same to one worker's.
+OWN = {
+    "clip in vmap": (each(jax.vmap(clipped)), clipped),
+    "clip in map": (each(lambda x: jax.lax.map(clipped, x)), clipped),
+    "clip by axes": (
+        each(
+            lambda x: (
+                x / jnp.maximum(1, jnp.sqrt(jnp.sum(x * x, tuple(range(1, x.ndim)), keepdims=True)))
+            )
+        ),
+        clipped,
+    ),
+    "ranks in vmap": (each(jax.vmap(ranked)), ranked),
+    "by value": (by(optax.clip(0.1)), lambda x: jnp.clip(x, -0.1, 0.1)),
+    "cast": (
+        each(lambda x: x.astype("bfloat16").astype("f")),
+        lambda x: x.astype("bfloat16").astype("f"),
+    ),
+    "signs": (by(optax.scale_by_sign()), jnp.sign),
+    "a column": (each(lambda x: x.at[:, 0].set(0)), lambda x: x.at[0].set(0)),
+    "columns": (each(lambda x: x[:, ::-1]), lambda x: x[::-1]),
+    "singular values": (
+        lambda g: {**g, "w": jnp.linalg.svd(g["w"], full_matrices=False)[0]},
+        lambda x: jnp.linalg.svd(x, full_matrices=False)[0] if x.ndim == 2 else x,
+    ),
+    "largest of each": (
+        lambda g: {**g, "b": jnp.take_along_axis(g["b"], jnp.argsort(g["b"], axis=1), axis=1)},
+        lambda x: jnp.sort(x) if x.ndim == 1 else x,
+    ),
+    "largest by pairs": (
+        lambda g: {
+            **g,
+            "b": g["b"].at[jnp.arange(WORKERS)[:, None], jax.lax.top_k(g["b"], 2)[1]].set(0),
+        },
+        lambda x: jnp.where(x >= jnp.sort(x)[-2], 0, x) if x.ndim == 1 else x,
+    ),
+    "product": (
+        lambda g: {**g, "w": g["w"] @ jnp.ones((4, 4))},
+        lambda x: x @ jnp.ones((4, 4)) if x.ndim == 2 else x,
+    ),
+    "per_worker": (
+        by(jaxsparse.per_worker(optax.stateless(lambda g, p: each(clipped)(g)), workers=WORKERS)),
+        clipped,
+    ),
+    "rows that differ from their mean": (
+        each(jax.vmap(lambda x: x - 0 * jax.lax.pmean(x, "rows"), axis_name="rows")),
+        lambda x: x,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_is_done_to_each_workers_own_gradient_stays_allowed(name):
+    front, of_one = OWN[name]
+    own = [jax.grad(loss_of)(START, part) for part in np.split(INPUTS, WORKERS)]
+    expected = jax.tree.map(lambda *g: np.mean([of_one(x) for x in g], 0), *own)
+    found = exchanged(front)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected
+    )
+
+
+def test_rows_from_elsewhere_are_not_judged():
+    """An inner function sees no producer of its arguments, and arrays have none."""
+    rows = ROWS(START, INPUTS)
+    state = EXCHANGE.init(START)
+    clip = MIXED["norm"]
+    jax.jit(lambda g: EXCHANGE.update(clip(g), state, START)[0]).trace(rows)
+    inner = jax.jit(lambda g: EXCHANGE.update(clip(g), state, START)[0])
+    jax.jit(lambda p, x: inner(ROWS(p, x))).trace(START, INPUTS)
+    stop = lambda g: jax.pure_callback(lambda g: g, jax.eval_shape(lambda g: g, g), g)
+    exchanged(stop, traced=lambda step: lambda *a: jax.eval_shape(step, *a))
+
+
+def test_a_release_of_jax_that_does_not_tell_falls_back_to_check(monkeypatch):
+    monkeypatch.setattr(compat, "made_by", lambda values, is_first: [])
+    exchanged(MIXED["norm"], traced=lambda step: lambda *a: jax.eval_shape(step, *a))
+    with pytest.raises(ValueError, match="mixes the rows of workers"):
+        jaxsparse.check(optax.chain(optax.clip_by_global_norm(0.5), EXCHANGE), START)
+
+
+@pytest.mark.parametrize("name", [n for n in MIXED if n not in ("behind per_worker",)])
+def test_check_refuses_the_same(name):
+    front = optax.stateless(lambda g, p: MIXED[name](g))
+    with pytest.raises(ValueError, match="In front of the exchange"):
+        jaxsparse.check(optax.chain(front, jaxsparse.dense()), START)
+
+
+def test_a_compiled_step_has_nothing_of_it():
+    step = jax.jit(lambda p, x: EXCHANGE.update(ROWS(p, x), EXCHANGE.init(p), p)[0])
+    text = step.lower(START, INPUTS).as_text(debug_info=True)
+    assert "jaxsparse_gradient" not in text
+    assert "jaxsparse_exchange" in text
+
+
+MOMENT = "adds a state of one worker"
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.trace(0.9), optax.scale_by_adam(), optax.ema(0.9), optax.scale_by_lion()]
+)
+def test_moments_in_front_are_warned_of(tx):
+    chain = optax.chain(tx, EXCHANGE)
+    update = lambda p, s, x: chain.update(ROWS(p, x), s, p)
+    with pytest.warns(UserWarning, match=rf"(accumulation|transform)\.py:\d.*{MOMENT}"):
+        jax.eval_shape(update, START, chain.init(START), INPUTS)
+
+
+HELD = jax.tree.map(lambda x: np.ones((WORKERS, *x.shape), "f"), START)
+# Elementwise, with other arrays of the step: a decay, a mask, control variates, a state with rows.
+WITH = {
+    "decay": lambda g, p, c, held: jax.tree.map(lambda g, p: g + 0.1 * p, g, p),
+    "to where it began": lambda g, p, c, held: jax.tree.map(
+        lambda g, p, c: g + 0.1 * (p - c), g, p, c
+    ),
+    "mask": lambda g, p, c, held: jax.tree.map(lambda g, c: g * c, g, c),
+    "control variates": lambda g, p, c, held: jax.tree.map(lambda g, c, h: g - h + c, g, c, held),
+    "momentum with rows": lambda g, p, c, held: jax.tree.map(lambda g, h: g + 0.9 * h, g, held),
+}
+
+
+@pytest.mark.parametrize("name", WITH)
+def test_other_arrays_beside_rows_stay_allowed(name):
+    front = WITH[name]
+    step = lambda p, x, c, held: EXCHANGE.update(front(ROWS(p, x), p, c, held), EXCHANGE.init(p), p)
+    jax.eval_shape(step, START, INPUTS, START, HELD)
