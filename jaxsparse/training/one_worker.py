@@ -237,10 +237,11 @@ def _check_named(
         inputs = equation.invars
         if equation.primitive.name == shard_maps.MARK:
             is_whole = is_in(inputs[0], weights) and not is_in(inputs[0], batch)
-            place, aval = equation.params["place"], getattr(inputs[0], "aval", None)
+            place = equation.params["place"]
+            shape = getattr(inputs[0].aval, "shape", ())
             if is_whole and (users is None or place in users):
                 raise ValueError(
-                    f"the jax.shard_map at {place} cuts a value of shape {jnp.shape(aval)} "
+                    f"the jax.shard_map at {place} cuts a value of shape {shape} "
                     f"that is of no batch over the workers' axis {axis_name!r}. Each worker has "
                     "all of it: leave the axis out of that spec, and out of sums inside"
                 )
