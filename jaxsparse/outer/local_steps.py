@@ -36,6 +36,7 @@ from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.outer.worker import LocalState, Select, Step, Worker, second_copies
 from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
+from jaxsparse.training.batches import as_long
 from jaxsparse.training.check import check
 from jaxsparse.training.sharding import count_workers, shard
 
@@ -257,7 +258,8 @@ class LocalSteps:
             batch: batch of all workers together. All arrays are split along their first axis.
             t: number of steps that the state has done, a Python int, which is then compared with
                 the state's own. None: it is not.
-            rest: further arguments of `step`, which each worker gets whole.
+            rest: further arguments of `step`, which each worker gets whole. An array with as many
+                rows as the batch is refused: it belongs to the batch.
 
         Returns:
             The next state, and the second result of `step`, whose arrays have a row for each
@@ -408,8 +410,15 @@ class LocalSteps:
             )
 
     def _check(self, state: LocalState, batch: Any, rest: Any) -> None:
-        """Raises ValueError if the state has other fragments, or the step communicates."""
+        """Raises ValueError if the state or arguments are others, or the step communicates."""
         self._check_fragments(state)
+        workers = count_workers(self._mesh, self._axis_name)
+        if alike := as_long(*held((batch, rest)), workers):
+            raise ValueError(
+                f"rest{alike} has as many rows as the batch, and each worker would get all of "
+                "them: put it into the batch. If each worker is to see it whole, give it another "
+                "shape, as x[None]"
+            )
         found, axis = self._crossing(state, batch, rest), self._axis_name
         if found:
             text = (
