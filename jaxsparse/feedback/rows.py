@@ -4,7 +4,7 @@ A trainer calls `tx.update` in its own `jax.jit`, where no axis is bound. The ex
 mesh by itself (`devices.over_rows`), and what it returns are ordinary arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -151,6 +151,29 @@ def check_rows(
                 f"{workers} workers: make it by tx.init(params) from parameters on the mesh, or "
                 "give the transformation mesh= or workers=. A state of another number of workers "
                 "is carried over by jaxsparse.reshard"
+            )
+
+
+def check_extra_args(updates: Any, extra_args: Mapping[str, Any]) -> None:
+    """Raises ValueError if Optax's arguments of a value and a gradient have rows, as `updates`.
+
+    What stands behind the exchange takes one for all workers. It might broadcast them in silence.
+    """
+    rows = [jnp.shape(x) for x in jax.tree.leaves(updates)]
+    for path, x in tree_leaves_with_path(extra_args.get("value")):
+        if jnp.shape(x)[:1] == rows[0][:1]:
+            raise ValueError(
+                f"value{keystr(path)} has shape {jnp.shape(x)}, a row for each worker, but what "
+                "stands behind the exchange takes one for all of them: pass the mean, "
+                "value=loss.mean()"
+            )
+    for (path, x), row in zip(tree_leaves_with_path(extra_args.get("grad")), rows):
+        if jnp.shape(x) == row:
+            raise ValueError(
+                f"grad{keystr(path)} has shape {row}, a row for each worker, but what stands "
+                "behind the exchange takes one for all of them: pass the mean. The exchange makes "
+                "it: means, kept = exchange.update(grads, kept, params), and then "
+                "optimizer.update(means, state, params, grad=means, ...)"
             )
 
 

@@ -37,7 +37,7 @@ from jaxsparse.feedback.options import (
     part,
     skipped_update,
 )
-from jaxsparse.feedback.rows import read_rows
+from jaxsparse.feedback.rows import check_extra_args, read_rows
 from jaxsparse.feedback.store import (
     ErrorFeedbackState,
     StateStore,
@@ -259,7 +259,6 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         exchange_by: Callable[..., Exchanged] = exchange,  # or a half of it, see `by_message`
         **extra_args: Any,
     ) -> tuple[Any, ErrorFeedbackState]:
-        del extra_args
         check_made(state, ErrorFeedbackState)
         if has_nothing(updates, state):
             return updates, state
@@ -268,6 +267,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         found: AnyMesh | None = mesh
         if not is_bound:
             updates, shapes, _, found = read_rows(updates, state, params, axis_name, mesh, workers)
+            check_extra_args(updates, extra_args)
         plan = plan_of(shapes, Placement.of(state.placement))
         if is_bound:
             Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more

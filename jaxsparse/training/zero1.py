@@ -29,7 +29,7 @@ from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import count_moved, exchange_dense, where_ok
-from jaxsparse.feedback.rows import read_rows
+from jaxsparse.feedback.rows import check_extra_args, read_rows
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
 from jaxsparse.quantize.quantizer import check_feedback
@@ -172,6 +172,7 @@ def zero1(
             raise ValueError("params=None: zero1 needs tx.update(grads, state, params)")
         _refuse_bound(axis_name)
         updates, _, count, found = read_rows(updates, state, params, axis_name, mesh, workers)
+        check_extra_args(updates, extra_args)
         placement = Placement.of(state.placement)
         meshes.check_inner(found, axis_name, placement)
         parts = Ownership.plan(params, rule, count, axis_name, placement)
