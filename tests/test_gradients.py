@@ -241,6 +241,16 @@ MISTAKES = {
         ),
         "To simulate workers on one device, give workers=",
     ),
+    "no mesh": (
+        lambda p, b: jaxsparse.grad(loss_of)(p, b),
+        r"as by params = jaxsparse.shard\(params, mesh\) in front of tx.init",
+    ),
+    "not spread": (
+        lambda p, b: jaxsparse.top_k(0.1, workers=2).update(
+            jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.top_k(0.1).init(p), p
+        ),
+        r"each of the 2 workers: spread it by jaxsparse.shard\(state, mesh\)",
+    ),
     "other workers": (
         lambda p, b: jaxsparse.top_k(0.1, workers=3).update(
             jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.top_k(0.1, workers=3).init(p), p

@@ -246,9 +246,10 @@ def find_workers(
     found = find_mesh(tree, axis_name, mesh)
     if found is None:
         raise ValueError(
-            f"no mesh with an axis {axis_name!r} is known here: put the batch or the parameters on "
-            "one (jax.device_put), call jax.set_mesh(mesh), or give mesh=. If the axis has another "
-            "name, give axis_name=. To simulate workers on one device, give workers="
+            f"no mesh with an axis {axis_name!r} is known here: put the parameters on one, as by "
+            "params = jaxsparse.shard(params, mesh) in front of tx.init(params), call "
+            "jax.set_mesh(mesh), or give mesh=. If the axis has another name, give axis_name=. To "
+            "simulate workers on one device, give workers="
         )
     _check_axis(found, axis_name)
     return found.shape[axis_name], found

@@ -7,6 +7,7 @@ checkers and `help` see, and with the fields' descriptions in its docstring.
 
 import abc
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
@@ -134,8 +135,10 @@ def as_function(
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
         for given in kwargs:
             if given not in signature.parameters:
+                names = [*signature.parameters]
                 raise TypeError(
-                    f"{name}() has no option {given!r}: it takes {', '.join(signature.parameters)}"
+                    f"{name}() has no option {given!r}{_meant(given, settings, names)}: it takes "
+                    f"{', '.join(names)}"
                 )
         try:
             signature.bind(*args, **kwargs)
@@ -149,6 +152,30 @@ def as_function(
     make.__signature__ = signature  # type: ignore[attr-defined]
     make.settings = settings  # type: ignore[attr-defined]
     return make
+
+
+# Words of the field for settings that have other names here, the likeliest first.
+_BUDGETS = ("density", "compression", "k", "rank")
+_CALLED = {
+    **dict.fromkeys((*_BUDGETS, "ratio", "sparsity"), _BUDGETS),
+    **dict.fromkeys(("error_feedback", "residual"), ("decay",)),
+    **dict.fromkeys(("mask", "exclude"), ("is_dense",)),
+    "beta": ("momentum",),
+    "bits": ("format",),
+}
+
+
+def _meant(given: str, settings: type, names: list[str]) -> str:
+    """Which option an unknown name may mean, in words; nothing if none is like it."""
+    alike = (
+        *(name for name in _CALLED.get(given, ()) if name in names),
+        *(name for name in names if len(name) > 3 and name in given),
+        *difflib.get_close_matches(given, names, 1),
+    )
+    if not alike:
+        return ""
+    first = " ".join(_descriptions(settings)[alike[0]].split()).partition(". ")[0].rstrip(".")
+    return f" (do you mean {alike[0]!r}, {first}?)"
 
 
 def _place(name: str) -> int:
@@ -173,11 +200,17 @@ def _described(kind: type) -> dict[str, str]:
     return {name: text.rstrip() for name, text in entries}
 
 
-def _documented(settings: type, names: list[str]) -> str:
-    """The docstring of a function of these settings."""
+def _descriptions(settings: type) -> dict[str, str]:
+    """The descriptions of all fields."""
     described: dict[str, str] = {}
     for kind in reversed(settings.__mro__):
         described |= _described(kind)
+    return described
+
+
+def _documented(settings: type, names: list[str]) -> str:
+    """The docstring of a function of these settings."""
+    described = _descriptions(settings)
     if missing := [name for name in names if name not in described]:
         raise ValueError(
             f"settings {', '.join(missing)} of {settings.__name__} are not described: add a line "

@@ -148,9 +148,10 @@ def check_rows(
         if jnp.shape(x)[:1] != (workers,):
             raise ValueError(
                 f"the state{keystr(path)} has shape {jnp.shape(x)}, without a row for each of the "
-                f"{workers} workers: make it by tx.init(params) from parameters on the mesh, or "
-                "give the transformation mesh= or workers=. A state of another number of workers "
-                "is carried over by jaxsparse.reshard"
+                f"{workers} workers: spread it by jaxsparse.shard(state, mesh), or make it by "
+                "tx.init(params) from parameters on the mesh, or give the transformation mesh= or "
+                "workers=. A state of another number of workers is carried over by "
+                "jaxsparse.reshard(state, mesh)"
             )
 
 
