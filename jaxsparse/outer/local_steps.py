@@ -24,11 +24,12 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import is_per_worker
-from jaxsparse.comm.meshes import inner_axes
+from jaxsparse.comm.meshes import inner_axes, kind_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
@@ -138,10 +139,11 @@ class LocalSteps:
 
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
-            than floating-point arrays, a fragment has no leaf, the state holds an exchange or
-            something that is no array, or `exchange` leaves out a parameter (`jaxsparse.check`) or
-            has a delay. From a call: the workers don't divide a batch; `t` is not the number of
-            steps done; or `step` returns another kind of state, or communicates over `axis_name`.
+            than floating-point arrays, a fragment has no leaf, the state holds an exchange, or
+            something that is no array, or an array in another memory ("pinned_host"), or `exchange`
+            leaves out a parameter (`jaxsparse.check`) or has a delay. From a call: the workers
+            don't divide a batch; `t` is not the number of steps done; or `step` returns another
+            kind of state, or communicates over `axis_name`.
             (On a mesh with other axes, where XLA itself may communicate, that is a warning.)
 
     Example:
@@ -220,6 +222,13 @@ class LocalSteps:
         """
         state = held(state)
         leaves = jax.tree.leaves(state)
+        for path, x in tree_leaves_with_path(state):
+            if (kind := kind_of(x)) is not None:
+                raise ValueError(
+                    f"leaf{keystr(path)} lies in the memory {kind!r}, but an outer step computes "
+                    "with all of a worker's state, which JAX does on the devices' own: "
+                    "train.init(jax.device_put(state, jax.memory.Space.Device))"
+                )
         inner = inner_axes(self._mesh, self._axis_name) if isinstance(self._mesh, Mesh) else ()
         if inner and any(isinstance(x, jax.core.Tracer) for x in leaves):
             raise ValueError(
