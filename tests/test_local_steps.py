@@ -930,6 +930,9 @@ def test_wrong_weights():
     train = make(lambda b: b)
     with pytest.raises(ValueError, match=r"weight has shape \(1, 1\) and dtype float32"):
         train(train.init(start), jnp.ones((2, 1)), 0)
+    train = make(lambda b: b.sum().astype(jnp.float16))
+    with pytest.raises(ValueError, match="weight has dtype float16, which skips whole numbers"):
+        train(train.init(start), jnp.ones((2, 1)), 0)
     for one, other in ((None, jnp.sum), (jnp.sum, None)):
         with pytest.raises(ValueError, match="made with a weight, and this LocalSteps has none"):
             make(one)(make(other).init(start), jnp.ones((2, 1)), 0)

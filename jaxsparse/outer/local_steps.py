@@ -129,9 +129,8 @@ class LocalSteps:
             None: each worker keeps its own, and `init` warns of copies that it sees.
         weight: function of a worker's share of a batch that gives what it counts, such as its
             number of tokens: a real scalar, at least 0. A displacement then counts what its steps
-            weigh together, so that the mean is over all tokens (`jaxsparse.weighted`). One of
-            weight 0 does not count. Residuals hold weighted displacements. None: all workers count
-            alike.
+            weigh together, so that the mean is over all tokens. One of weight 0 does not count.
+            Residuals hold weighted displacements. None: all workers count alike.
         streaming: how to exchange fragments in turn; None: all at once.
 
     **Several processes** compare `every`, fragments and the number of steps done at the first call,

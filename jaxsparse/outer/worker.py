@@ -19,7 +19,7 @@ from jaxsparse.comm.marks import PerWorker, is_marked, key_name, map_marked
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback.store import is_exchange, states_in
 from jaxsparse.outer.fragments import Rows, Streaming
-from jaxsparse.training.weighted import check_weight, weighted
+from jaxsparse.training.means import check_counts
 
 # Flax's collection of scales and histories of fp8, whose gradients are their next values. The mean
 # of workers' largest magnitudes would be too small for one of them.
@@ -184,7 +184,7 @@ class Worker(NamedTuple):
         moved = displacement(params, own)
         weight = PerWorker.unwrap(state.weight)
         if self.weight is not None:
-            moved = weighted(moved, weight[fragment], axis_name=self.axis_name)
+            moved = weighted(moved, weight[fragment], self.axis_name)
         before = state.outer[fragment]
         updates, after = self.outer.update(moved, before, params)
         updated = optax.apply_updates(params, updates)
@@ -220,7 +220,14 @@ class Worker(NamedTuple):
         if self.weight is None:
             return ()
         own = self.weight(released(batch))
-        check_weight(own)
+        shape, dtype = jnp.shape(own), jnp.result_type(own)
+        is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+        if shape or not is_real:
+            raise ValueError(
+                f"weight has shape {shape} and dtype {dtype}, but it is one number for a worker: "
+                "give its number of tokens, as mask.sum() counts them"
+            )
+        check_counts("weight", dtype)
         own = jnp.asarray(own).astype(jnp.float32)
         return jax.tree.map(lambda before: before + own, weight)
 
@@ -324,6 +331,20 @@ def displacement(params: Any, own: Any) -> Any:
     They are in the worker's precision, because rounding the global ones to it is not a move.
     """
     return jax.tree.map(lambda g, w: widened(narrow(g, w.dtype)) - widened(w), params, own)
+
+
+def weighted(moved: Any, weight: Array, axis_name: str) -> Any:
+    """A worker's displacement, scaled so that the mean over workers is that by weights.
+
+    It is 0 where the weight is 0, and everywhere if all weights are 0. It is NaN where a weight is
+    negative or NaN, so that the exchange skips the step.
+    """
+    own = weight.astype(jnp.result_type(float))
+    mean = wire.psum(wire.varying(own, axis_name), axis_name) / wire.axis_size(axis_name)
+    share = jnp.where(own > 0, own / jnp.where(mean > 0, mean, 1), 0)
+    share = jnp.where(own >= 0, share, jnp.nan)
+    # A displacement that does not count may be infinite.
+    return jax.tree.map(lambda x: jnp.where(share == 0, 0, x * share.astype(x.dtype)), moved)
 
 
 def put_back(select: Select, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
