@@ -100,6 +100,39 @@ def test_a_batch_by_name_is_refused():
         jaxsparse.grad(loss, workers=3)(W, x=X, weights=WEIGHTS)
 
 
+@pytest.mark.parametrize("where", [{"workers": 3}, {"mesh": mesh(3)}], ids=["simulated", "mesh"])
+def test_a_loss_that_closes_over_rows_is_refused(where):
+    """Of several rows a worker, JAX tells that shapes differ."""
+    closed = lambda weights: lambda w, x: loss(w, x, weights)
+    text = r"closes over an array of shape \(3, 5\), which has as many rows as the batch"
+    with pytest.raises(ValueError, match=text):
+        jaxsparse.grad(closed(WEIGHTS), **where)(W, X)
+    inside = lambda w, x, weights: jaxsparse.grad(closed(2 * weights), **where)(w, x)
+    with pytest.raises(ValueError, match=text):
+        jax.jit(inside)(W, X, WEIGHTS)
+    table = lambda w, x: loss(w, x, WEIGHTS[1:2])
+    grads = jaxsparse.grad(table, batch_argnums=1, **where)(W, X)
+    np.testing.assert_allclose(grads.mean(0), jax.grad(table)(W, X), rtol=1e-5)
+
+
+def test_flags_and_names_stay_pythons():
+    """As under `jax.value_and_grad`, whose place it takes."""
+
+    def branching(w, x, deterministic, *, mode, scale):
+        kept = x if deterministic else -x
+        return {"mean": jnp.mean, "sum": jnp.sum}[mode](jnp.sin(kept @ w)) * scale
+
+    given = (W, X, True), {"mode": "sum", "scale": 3}
+    both = jaxsparse.value_and_grad(branching, workers=3)
+    values, grads = jax.jit(lambda w, x: both(w, x, *given[0][2:], **given[1]))(W, X)
+    value, slope = jax.value_and_grad(branching)(*given[0], **given[1])
+    np.testing.assert_allclose(values.sum(), value, rtol=1e-5)
+    np.testing.assert_allclose(grads.sum(0), slope, rtol=1e-5)
+    assert jaxsparse.value_and_grad(lambda w, x: w * x.mean(), workers=3)(2.0, X)[0].shape == (3,)
+    with pytest.raises(ValueError, match="argnums='params' must be the number of an argument"):
+        jaxsparse.grad(loss, argnums="params", workers=3)(W, X)
+
+
 def test_workers_may_draw_their_own():
     draw = lambda w, key: jnp.sum(w) * jnp.float32(1 + jax.lax.axis_index("data"))
     found = jaxsparse.grad(draw, workers=3, batch_argnums=())(W, jax.random.key(0))

@@ -1,13 +1,17 @@
 """Which arguments of a call are batches, and whether workers can share them."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxsparse.comm.marks import module_in, own_leaves
+from jaxsparse.comm.static_leaves import Static
 
 
 def numbers_of_batches(
@@ -27,15 +31,15 @@ def numbers_of_batches(
         workers: number of workers.
     """
     numbers = 1 if given is None else given
-    as_tuple = lambda numbers: (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    for name, wanted in (("argnums", argnums), ("batch_argnums", numbers)):
-        if any(not -len(args) <= i < len(args) for i in as_tuple(wanted)):
+    split, whole = _numbers("batch_argnums", numbers), _numbers("argnums", argnums)
+    for name, value, each in (("argnums", argnums, whole), ("batch_argnums", numbers, split)):
+        if any(not -len(args) <= i < len(args) for i in each):
             raise ValueError(
-                f"{name}={wanted} names an argument that is missing: the call has {len(args)} "
+                f"{name}={value} names an argument that is missing: the call has {len(args)} "
                 "positional arguments. A loss that closes over its batch, or gets it by name, has "
                 "to take it as one of these, or each worker computes all of it"
             )
-    split, whole = ({i % len(args) for i in as_tuple(some)} for some in (numbers, argnums))
+    split, whole = ({i % len(args) for i in each} for each in (split, whole))
     if both := sorted(split & whole):
         raise ValueError(
             f"argument {both[0]} is differentiated (argnums={argnums}) and split over the workers: "
@@ -80,6 +84,30 @@ def numbers_of_batches(
     return split
 
 
+def with_fixed(
+    argnums: Any, batch_argnums: Any, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, in which those that hold no array are `Static`.
+
+    Code may branch on them, as under `jax.value_and_grad`. What is differentiated or split is left.
+    """
+    numbers = 1 if batch_argnums is None else batch_argnums
+    others = _numbers("argnums", argnums) | _numbers("batch_argnums", numbers)
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    fixed = lambda x: x if any(map(is_array, jax.tree.leaves(x))) else Static(x, type(x))
+    is_kept = lambda i: i in others or i - len(args) in others
+    by_position = tuple(x if is_kept(i) else fixed(x) for i, x in enumerate(args))
+    return by_position, {name: fixed(x) for name, x in named.items()}
+
+
+def _numbers(name: str, given: Any) -> set[int]:
+    """Numbers of arguments, or one of them, as a set."""
+    found = [given] if isinstance(given, Integral) else given
+    if not isinstance(found, Sequence) or not all(isinstance(i, Integral) for i in found):
+        raise ValueError(f"{name}={given!r} must be the number of an argument, or a tuple of them")
+    return set(map(int, found))
+
+
 def check_batches(batches: Mapping[int, Any], workers: int) -> None:
     """Raises ValueError unless the workers can share batches, which have arguments' numbers."""
     leaves = [
@@ -107,6 +135,23 @@ def check_batches(batches: Mapping[int, Any], workers: int) -> None:
         )
 
 
+def check_closed_over(program: Jaxpr, batches: Any, workers: int) -> None:
+    """Raises ValueError if a loss closes over an array with a row for each worker, as `batches`.
+
+    It would be broadcast against a worker's single row in silence. Of more rows JAX tells that
+    shapes differ.
+    """
+    if workers == 1 or workers not in {jnp.shape(x)[0] for x in jax.tree.leaves(batches)}:
+        return
+    for shape in (x.aval.shape for x in program.constvars):
+        if shape[:1] == (workers,):
+            raise ValueError(
+                f"the loss closes over an array of shape {shape}, which has as many rows as the "
+                "batch, and each worker would get all of them: pass it as a part of the batch. If "
+                "each worker is to see it whole, give batch_argnums=1"
+            )
+
+
 def as_long(batches: Any, tree: Any, workers: int) -> str | None:
     """Path and shape of an array that seems to belong to a batch, because it has as many rows.
 
@@ -114,7 +159,7 @@ def as_long(batches: Any, tree: Any, workers: int) -> str | None:
     and statistics have a few such arrays by chance. So all of a tree's arrays must have these rows,
     scalars apart. If each worker has a single row, which fits all others, one array is enough.
     """
-    counts = {jnp.shape(x)[0] for x in jax.tree.leaves(batches)}
+    counts = {jnp.shape(x)[0] for x in jax.tree.leaves(batches)} - {1}
     others = [(path, jnp.shape(x)) for path, x in tree_flatten_with_path(tree)[0] if jnp.ndim(x)]
     alike = [(path, shape) for path, shape in others if shape[0] in counts]
     if len(alike) < len(others):

@@ -22,7 +22,7 @@ from jaxsparse.comm import compat, shard_maps, wire
 from jaxsparse.comm.meshes import AnyMesh, find_workers, inner_axes, names_of, restricted
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.training import one_worker
-from jaxsparse.training.batches import numbers_of_batches
+from jaxsparse.training.batches import check_closed_over, numbers_of_batches, with_fixed
 from jaxsparse.training.rewriting import rewritten
 
 # A worker's own arrays, and those equal on all workers: `LocalSteps` has some, gradients none.
@@ -48,6 +48,7 @@ def value_and_grad(
             return optax.apply_updates(params, updates), opt_state, loss.mean()
 
     `fun` is one worker's function. It sees its part of the batch, and all other arguments whole.
+    Flags, strings and numbers of Python stay what they are, such as `train=True`.
     Inside, `jax.lax.axis_index(axis_name)` is the worker's number, for keys of its own. Everything
     that comes back has a row for each worker, split over `axis_name`: the value (W,), auxiliary
     output and gradients (W, ...). A chain with an exchange of this library takes the gradients as
@@ -107,6 +108,7 @@ def value_and_grad(
                 "call jaxsparse.value_and_grad outside of that jax.shard_map or jax.vmap, or "
                 "jax.value_and_grad inside"
             )
+        args, kwargs = with_fixed(argnums, batch_argnums, args, kwargs)
         given = held((args, kwargs))
         check_arrays("argument", given)
         count, found = find_workers(given, axis_name, mesh, workers)
@@ -135,6 +137,8 @@ def value_and_grad(
             return [jnp.asarray(x) for x in found], []
 
         def check(program: Jaxpr) -> None:
+            if batch_argnums is None:
+                check_closed_over(program, [args[i] for i in split], count)
             for i, name in enumerate(names, len(program.outvars) - len(names)):
                 if (found := one_worker.sum_over_workers(program, i, axis_name)) is not None:
                     raise ValueError(
