@@ -239,6 +239,14 @@ OPTIONS: dict[str, tuple[Any, str]] = {
 }
 
 
+def check_transformation(name: str, tx: Any, such: str) -> None:
+    """Raises ValueError unless it is a transformation of Optax. `such`: one, in words."""
+    if not all(callable(getattr(tx, method, None)) for method in ("init", "update")):
+        raise ValueError(
+            f"{name}={tx!r} is no Optax transformation: give one that is made, such as {such}"
+        )
+
+
 def check_momentum(momentum: Any) -> None:
     """Raises ValueError unless it is None or a scalar in [0, 1). A traced one has no value yet."""
     if momentum is None:

@@ -110,11 +110,11 @@ def _check_shapes(updates: Any, shapes: Sequence[tuple[int, ...]], axis_name: st
         if jnp.shape(x) == shape:
             raise ValueError(
                 f"axis_name={axis_name!r} is not bound here, and {name} of shape {shape} has no "
-                "row for each worker: it has been averaged already, uncompressed. Take "
-                "jaxsparse.value_and_grad in the place of jax.value_and_grad. A wrapper that keeps "
-                "gradients, such as optax.MultiSteps, stands behind: grads, kept = "
-                "exchange.update(grads, kept, params) first. (One worker's own gradients are "
-                "exchanged where the axis is bound; axis_name=None is for a single worker)"
+                "row for each worker: it has been averaged already, by JAX or by an exchange in "
+                "front. Take jaxsparse.value_and_grad in the place of jax.value_and_grad. A "
+                "wrapper that keeps gradients, such as optax.MultiSteps, stands behind: grads, "
+                "kept = exchange.update(grads, kept, params) first. (One worker's own gradients "
+                "are exchanged where the axis is bound; axis_name=None is for a single worker)"
             )
         if jnp.shape(x)[1:] != shape:
             raise ValueError(
@@ -130,6 +130,21 @@ def _shapes_in(updates: Any, state: Any) -> list[Any]:
         for name, node in field.items():
             found[name] = node.value.shape[1:] if isinstance(node, PerWorker) else node.shape
     return [found.get(name) for name in short_names(updates)]
+
+
+def check_own(updates: Any, params: Any, axis_name: str | None) -> None:
+    """Raises ValueError unless one worker's gradients have the shapes of its parameters."""
+    leaves, others = tree_leaves_with_path(updates), jax.tree.leaves(params)
+    if len(leaves) != len(others):  # of a wrapper that has parameters of its own
+        return
+    for (path, x), param in zip(leaves, others):
+        if jnp.shape(x) != jnp.shape(param):
+            raise ValueError(
+                f"axis_name={axis_name!r} makes this one worker's code, but gradient{keystr(path)} "
+                f"has shape {jnp.shape(x)}, and its parameter {jnp.shape(param)}: gradients with a "
+                "row for each worker are exchanged where the axis is not bound. (axis_name=None is "
+                "for a single worker: leave it out)"
+            )
 
 
 def check_rows(

@@ -37,7 +37,7 @@ from jaxsparse.feedback.options import (
     part,
     skipped_update,
 )
-from jaxsparse.feedback.rows import check_extra_args, read_rows
+from jaxsparse.feedback.rows import check_extra_args, check_own, read_rows
 from jaxsparse.feedback.store import (
     ErrorFeedbackState,
     StateStore,
@@ -271,6 +271,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         plan = plan_of(shapes, Placement.of(state.placement))
         if is_bound:
             Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more
+            check_own(updates, params, axis_name)
 
         def on_device(
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]

@@ -34,7 +34,14 @@ from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.outer.worker import LocalState, Select, Step, Worker, second_copies
+from jaxsparse.outer.worker import (
+    LocalState,
+    Select,
+    Step,
+    Worker,
+    check_exchange,
+    second_copies,
+)
 from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
 from jaxsparse.training.batches import as_long
@@ -178,6 +185,11 @@ class LocalSteps:
         for steps in self.every.values:
             if static_int("every", steps) < 1:
                 raise ValueError(f"every={every} must be at least 1: 1 exchanges after each step")
+        check_exchange(exchange, optimizer)
+        if not isinstance(streaming, Streaming | None):
+            raise ValueError(
+                f"streaming={streaming!r} must be None or as jaxsparse.outer.Streaming(fragments)"
+            )
         self.streaming = streaming or Streaming(1, overlap=0, mixing=0.0)
         if streaming is not None:
             _check_streaming(streaming, every)

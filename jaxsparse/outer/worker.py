@@ -17,6 +17,7 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker, is_marked, key_name, map_marked
 from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.feedback.options import check_transformation
 from jaxsparse.feedback.store import is_exchange, states_in
 from jaxsparse.outer.fragments import Rows, Streaming
 from jaxsparse.training.means import check_counts
@@ -314,6 +315,12 @@ def stepped(step: Step, worker: Any, *args: Any) -> tuple[Any, Any]:
                 f"{_described(after.get(name))}"
             )
     return result
+
+
+def check_exchange(exchange: Any, optimizer: Any) -> None:
+    """Raises ValueError unless they are transformations of Optax."""
+    check_transformation("exchange", exchange, 'jaxsparse.quantized("int4")')
+    check_transformation("optimizer", optimizer, "optax.sgd(1.0)")
 
 
 def check_optimizer(state: Any) -> None:

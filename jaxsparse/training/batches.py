@@ -159,7 +159,7 @@ def as_long(batches: Any, tree: Any, workers: int) -> str | None:
     and statistics have a few such arrays by chance. So all of a tree's arrays must have these rows,
     scalars apart. If each worker has a single row, which fits all others, one array is enough.
     """
-    counts = {jnp.shape(x)[0] for x in jax.tree.leaves(batches)} - {1}
+    counts = {n for x in jax.tree.leaves(batches) for n in jnp.shape(x)[:1]} - {1}
     others = [(path, jnp.shape(x)) for path, x in tree_flatten_with_path(tree)[0] if jnp.ndim(x)]
     alike = [(path, shape) for path, shape in others if shape[0] in counts]
     if len(alike) < len(others):

@@ -29,6 +29,7 @@ from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import count_moved, exchange_dense, where_ok
+from jaxsparse.feedback.options import check_transformation
 from jaxsparse.feedback.rows import check_extra_args, read_rows
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
@@ -131,6 +132,7 @@ def zero1(
         >>> [round(u, 3) for u in updates[0, :2].tolist()]
         [-1.0, -1.0]
     """
+    check_transformation("optimizer", optimizer, "optax.adamw(1e-3)")
     out = Format(format, group_size, scale)
     home = Format(format if back is None else back, group_size, scale)
     for each in (out, home):
