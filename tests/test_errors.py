@@ -89,6 +89,18 @@ SETTINGS = {
         lambda: jax.jit(lambda: sketched(momentum=ONE).init(PARAMS))(),
         r"momentum=1.0 must lie in \[0, 1\)",
     ),
+    "momentum by a schedule": (
+        lambda: sketched(momentum=optax.constant_schedule(0.9)),
+        r"momentum=<function .* must be a number in \[0, 1\) or None. .*optax.inject_hyperparams",
+    ),
+    "a mask of leaves": (
+        lambda: jaxsparse.top_k(0.1, is_dense={"w": False, "b": True}),
+        r"is_dense=\{'w': False, 'b': True\} must be a function of a leaf's key path and shape",
+    ),
+    "a mask of leaves that own moments": (
+        lambda: jaxsparse.zero1(optax.sgd(0.1), is_dense=[True]),
+        r"is_dense=\[True\] must be a function",
+    ),
     "momentum per leaf": (
         lambda: jaxsparse.dense(momentum=np.array([0.9])),
         r"momentum has shape \(1,\): pass a scalar in \[0, 1\)",

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
-from jaxsparse.arrays.layout import IsDense
+from jaxsparse.arrays.layout import IsDense, small_or_vector
 from jaxsparse.arrays.settings import static_float, static_int
 
 P = ParamSpec("P")
@@ -247,10 +247,25 @@ def check_transformation(name: str, tx: Any, such: str) -> None:
         )
 
 
+def leaves_rule(is_dense: Any) -> IsDense:
+    """Which leaves travel uncompressed. Raises ValueError unless it is a function or None."""
+    if is_dense is not None and not callable(is_dense):
+        raise ValueError(
+            f"is_dense={is_dense!r} must be a function of a leaf's key path and shape, as in "
+            "lambda path, shape: 'bias' in path, or None"
+        )
+    return small_or_vector if is_dense is None else is_dense
+
+
 def check_momentum(momentum: Any) -> None:
     """Raises ValueError unless it is None or a scalar in [0, 1). A traced one has no value yet."""
     if momentum is None:
         return
+    if callable(momentum):
+        raise ValueError(
+            f"momentum={momentum!r} must be a number in [0, 1) or None. A schedule changes it "
+            "under optax.inject_hyperparams, around this function"
+        )
     if jnp.ndim(momentum) != 0:
         raise ValueError(
             f"momentum has shape {jnp.shape(momentum)}: pass a scalar in [0, 1), the same for all "

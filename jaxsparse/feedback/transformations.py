@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxsparse.arrays import layout as layouts
-from jaxsparse.arrays.layout import IsDense, named_leaves, small_or_vector
+from jaxsparse.arrays.layout import IsDense, named_leaves
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import is_stand_in, on_plain_arrays
 from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
@@ -34,6 +34,7 @@ from jaxsparse.feedback.options import (
     decay_factor,
     is_delayed,
     is_nesterov,
+    leaves_rule,
     part,
     skipped_update,
 )
@@ -298,9 +299,10 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
 
 def _one_rule(reducer: Reducer, is_dense: IsDense | None) -> Rules:
     """The rules that give the reducer to all leaves but those that `is_dense` picks."""
+    rule = leaves_rule(is_dense)
 
     def rules(tree: Any) -> list[Reducer | None]:
-        goes_dense = layouts.picked(tree, small_or_vector if is_dense is None else is_dense)
+        goes_dense = layouts.picked(tree, rule)
         found = [None if dense else reducer for dense in goes_dense]
         if is_dense is None and not any(found):
             raise ValueError(

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from jaxsparse.arrays import layout as layouts
-from jaxsparse.arrays.layout import IsDense, small_or_vector
+from jaxsparse.arrays.layout import IsDense
 from jaxsparse.arrays.magnitude import LARGEST
 from jaxsparse.collectives.quantized_all_reduce import (
     quantized_all_gather,
@@ -29,7 +29,7 @@ from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import count_moved, exchange_dense, where_ok
-from jaxsparse.feedback.options import check_transformation
+from jaxsparse.feedback.options import check_transformation, leaves_rule
 from jaxsparse.feedback.rows import check_extra_args, read_rows
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
@@ -138,7 +138,7 @@ def zero1(
     for each in (out, home):
         check_feedback(each, stochastic=False)
     inside = optax.with_extra_args_support(optimizer)
-    rule = small_or_vector if is_dense is None else is_dense
+    rule = leaves_rule(is_dense)
 
     def init(params: Any) -> Zero1State:
         bare, in_variables = marks.without_variables(params), marks.has_variables(params)
