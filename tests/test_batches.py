@@ -1,5 +1,6 @@
 """What a call splits over the workers, and what it refuses to give whole in silence."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +132,15 @@ def test_flags_and_names_stay_pythons():
     assert jaxsparse.value_and_grad(lambda w, x: w * x.mean(), workers=3)(2.0, X)[0].shape == (3,)
     with pytest.raises(ValueError, match="argnums='params' must be the number of an argument"):
         jaxsparse.grad(loss, argnums="params", workers=3)(W, X)
+
+
+def test_modules_of_equinox_may_go_whole():
+    """With their activation functions, by position or by name."""
+    frozen = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    over = lambda x, net: jax.vmap(jax.vmap(net))(x)
+    fun = lambda w, x, net, last: jnp.mean(jnp.sin(over(over(x, net), last) @ w))
+    found = jaxsparse.grad(fun, workers=3)(W, X, frozen, last=frozen)
+    np.testing.assert_allclose(found.mean(0), jax.grad(fun)(W, X, frozen, frozen), rtol=1e-5)
 
 
 def test_workers_may_draw_their_own():

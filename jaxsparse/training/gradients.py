@@ -108,11 +108,10 @@ def value_and_grad(
                 "call jaxsparse.value_and_grad outside of that jax.shard_map or jax.vmap, or "
                 "jax.value_and_grad inside"
             )
-        args, kwargs = with_fixed(argnums, batch_argnums, args, kwargs)
-        given = held((args, kwargs))
+        given = held(with_fixed(argnums, batch_argnums, args, kwargs))
         check_arrays("argument", given)
         count, found = find_workers(given, axis_name, mesh, workers)
-        split = numbers_of_batches(batch_argnums, argnums, args, kwargs, count)
+        split = numbers_of_batches(batch_argnums, argnums, *given, count)
         treedef: Any
         flat, treedef = tree_flatten_with_path(given)
         is_split = [path[0].idx == 0 and path[1].idx in split for path, _ in flat]
@@ -138,7 +137,7 @@ def value_and_grad(
 
         def check(program: Jaxpr) -> None:
             if batch_argnums is None:
-                check_closed_over(program, [args[i] for i in split], count)
+                check_closed_over(program, [given[0][i] for i in split], count)
             for i, name in enumerate(names, len(program.outvars) - len(names)):
                 if (found := one_worker.sum_over_workers(program, i, axis_name)) is not None:
                     raise ValueError(
