@@ -192,9 +192,10 @@ def check_inner(mesh: AnyMesh | None, axis_name: str | None, placement: Placemen
     if inner != made_for:
         raise ValueError(
             f"the state was made for the inner axes {made_for}, but the mesh here has {inner} "
-            f"beside {axis_name!r}: make it with tx.init(params) from parameters on this mesh (or "
-            "give mesh= and specs= to the transformation), or carry it over with "
-            "jaxsparse.reshard(state, mesh, like=tx.init(params))"
+            f"beside {axis_name!r}: put the parameters on this mesh first (jaxsparse.shard(params, "
+            "mesh)), or give mesh= and specs= to the transformation, and make it with "
+            "tx.init(params). Or carry it over with jaxsparse.reshard(state, mesh, "
+            "like=tx.init(params))"
         )
 
 

@@ -143,7 +143,7 @@ def check_closed_over(program: Jaxpr, batches: Any, workers: int) -> None:
     """
     if workers == 1 or workers not in {jnp.shape(x)[0] for x in jax.tree.leaves(batches)}:
         return
-    for shape in (x.aval.shape for x in program.constvars):
+    for shape in (getattr(x.aval, "shape", ()) for x in program.constvars):
         if shape[:1] == (workers,):
             raise ValueError(
                 f"the loss closes over an array of shape {shape}, which has as many rows as the "
