@@ -100,6 +100,10 @@ def in_local_steps():
     local(local.init({"params": jnp.ones(4)}), jnp.ones((2, 4)))
 
 
+def test_counts_may_be_a_list():
+    np.testing.assert_allclose(jaxsparse.mean_of(jnp.float32([30, 40]), [30, 10]), [1.5, 2.0])
+
+
 REFUSED = {
     "in a loss": (
         lambda: jaxsparse.grad(lambda w, b: jaxsparse.mean_of(w * b.sum(), b.size), workers=2)(
