@@ -24,12 +24,11 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import is_per_worker
-from jaxsparse.comm.meshes import inner_axes, kind_of
+from jaxsparse.comm.meshes import inner_axes
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
@@ -40,6 +39,7 @@ from jaxsparse.outer.worker import (
     Step,
     Worker,
     check_exchange,
+    check_memory,
     second_copies,
 )
 from jaxsparse.processes.agreement import agree, compare_texts
@@ -233,13 +233,7 @@ class LocalSteps:
         """
         state = held(state)
         leaves = jax.tree.leaves(state)
-        for path, x in tree_leaves_with_path(state):
-            if (kind := kind_of(x)) is not None:
-                raise ValueError(
-                    f"leaf{keystr(path)} lies in the memory {kind!r}, but an outer step computes "
-                    "with all of a worker's state, which JAX does on the devices' own: "
-                    "train.init(jax.device_put(state, jax.memory.Space.Device))"
-                )
+        check_memory(state)
         inner = inner_axes(self._mesh, self._axis_name) if isinstance(self._mesh, Mesh) else ()
         if inner and any(isinstance(x, jax.core.Tracer) for x in leaves):
             raise ValueError(

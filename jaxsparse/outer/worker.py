@@ -16,6 +16,7 @@ from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker, is_marked, key_name, map_marked
+from jaxsparse.comm.meshes import kind_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback.options import check_transformation
 from jaxsparse.feedback.store import is_exchange, states_in
@@ -321,6 +322,17 @@ def check_exchange(exchange: Any, optimizer: Any) -> None:
     """Raises ValueError unless they are transformations of Optax."""
     check_transformation("exchange", exchange, 'jaxsparse.quantized("int4")')
     check_transformation("optimizer", optimizer, "optax.sgd(1.0)")
+
+
+def check_memory(state: Any) -> None:
+    """Raises ValueError if an array of a training state lies in another memory than a device's."""
+    for path, x in tree_flatten_with_path(state)[0]:
+        if (kind := kind_of(x)) is not None:
+            raise ValueError(
+                f"leaf{keystr(path)} lies in the memory {kind!r}, but exchanges compute with all "
+                "of a worker's state, which JAX does on the devices' own: begin with "
+                "jax.device_put(state, jax.memory.Space.Device)"
+            )
 
 
 def check_optimizer(state: Any) -> None:
