@@ -177,7 +177,7 @@ def check_extra_args(updates: Any, extra_args: Mapping[str, Any]) -> None:
     """
     rows = [jnp.shape(x) for x in jax.tree.leaves(updates)]
     for path, x in tree_leaves_with_path(extra_args.get("value")):
-        if jnp.shape(x)[:1] == rows[0][:1]:
+        if jnp.shape(x)[:1] in {row[:1] for row in rows}:
             raise ValueError(
                 f"value{keystr(path)} has shape {jnp.shape(x)}, a row for each worker, but what "
                 "stands behind the exchange takes one for all of them: pass the mean, "

@@ -88,8 +88,8 @@ def value_and_grad(
     Raises:
         ValueError: at the call: no mesh is known, the axis is bound already, an argument is missing
             or both differentiated and split, the workers don't divide a batch, or it is empty; or
-            an array elsewhere has as many rows as the batch, in an argument by name, or in another
-            one that `batch_argnums` could name and was not given.
+            an array elsewhere has as many rows as the batch: by name, or if `batch_argnums` was not
+            given in another argument, or one over which the loss closes.
 
     Example:
         >>> loss = lambda w, x: jnp.sum(w * x.mean(0))
