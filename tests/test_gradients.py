@@ -467,5 +467,9 @@ def test_a_loss_that_fails_is_told_what_was_split():
     with pytest.raises((TypeError, ValueError)) as caught:
         both(jnp.ones(6), stats, x)
     assert "as batch_argnums" in caught.value.__notes__[0]
+    closed = lambda w, x: ((x - 2 * jnp.ones((8, 6))) @ w).sum()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        jaxsparse.value_and_grad(closed, workers=2)(jnp.ones(6), x)
+    assert "arrays over which it closes" in caught.value.__notes__[0]
     value, _ = jaxsparse.value_and_grad(loss, workers=2, batch_argnums=2)(jnp.ones(6), stats, x)
     assert value.tolist() == [24.0, 24.0]

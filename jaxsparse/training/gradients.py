@@ -126,11 +126,11 @@ def value_and_grad(
                 names = [keystr(path) for path, _ in tree_flatten_with_path(grads)[0]]
                 found, outputs = jax.tree.flatten((value, grads))
             except Exception as error:
-                if batch_argnums is None and len(args) > 2:
+                if batch_argnums is None and isinstance(error, TypeError | ValueError):
                     error.add_note(
-                        "The loss sees one worker's rows of argument 1, and all else whole. If "
-                        "another argument is the batch, give jaxsparse.value_and_grad its number "
-                        "as batch_argnums"
+                        "The loss sees one worker's rows of argument 1, and all else whole, also "
+                        "arrays over which it closes. If another argument is the batch, give "
+                        "jaxsparse.value_and_grad its number as batch_argnums"
                     )
                 raise
             return [jnp.asarray(x) for x in found], []
