@@ -6,6 +6,7 @@ import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from misuse import ONE, PARAMS, sketched, update
@@ -87,6 +88,18 @@ SETTINGS = {
     "momentum of a constant under jit": (
         lambda: jax.jit(lambda: sketched(momentum=ONE).init(PARAMS))(),
         r"momentum=1.0 must lie in \[0, 1\)",
+    ),
+    "momentum by a schedule": (
+        lambda: sketched(momentum=optax.constant_schedule(0.9)),
+        r"momentum=<function .* must be a number in \[0, 1\) or None. .*optax.inject_hyperparams",
+    ),
+    "a mask of leaves": (
+        lambda: jaxsparse.top_k(0.1, is_dense={"w": False, "b": True}),
+        r"is_dense=\{'w': False, 'b': True\} must be a function of a leaf's key path and shape",
+    ),
+    "a mask of leaves that own moments": (
+        lambda: jaxsparse.zero1(optax.sgd(0.1), is_dense=[True]),
+        r"is_dense=\[True\] must be a function",
     ),
     "momentum per leaf": (
         lambda: jaxsparse.dense(momentum=np.array([0.9])),
@@ -197,7 +210,55 @@ def several_axes_of_workers():
     run_on_workers(lambda x: x, mesh(3), axis_name=("hosts", "local"))
 
 
+def rows_for_a_single_worker():
+    tx, rows = jaxsparse.dense(axis_name=None), jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
+    tx.update(rows, tx.init(PARAMS), PARAMS)
+
+
+def local_steps(exchange=None, optimizer=None, **options):
+    made = exchange or jaxsparse.dense(), optimizer or optax.sgd(1.0)
+    return jaxsparse.LocalSteps(lambda s, b: (s, b), *made, 2, **options)
+
+
+def exchange_that_is_not_made():
+    local_steps(jaxsparse.dense)
+
+
+def optimizer_that_is_not_made():
+    local_steps(optimizer=optax.adam)
+
+
+def streaming_by_a_number():
+    local_steps(streaming=2)
+
+
+def owned_by_a_name():
+    jaxsparse.zero1("adam", "int4")
+
+
+def numbers_in_a_batch_of_local_steps():
+    train = local_steps()
+    train(train.init((jnp.ones(2),)), [1.0, 2.0])
+
+
+def arguments_of_shard_by_turns():
+    shard(2, {"w": jnp.ones(1000)})
+
+
+def state_of_another_system_to_carry_over():
+    state = {"opt": shard(jaxsparse.top_k(0.1).init(PARAMS), 2), "n": ONE}
+    jaxsparse.reshard(state, 3, like={"opt": jaxsparse.spardl(0.1).init(PARAMS), "n": ONE})
+
+
 USES = {
+    rows_for_a_single_worker: r"gradient\['b'\] has shape \(2, 3\), and its parameter \(3,\)",
+    exchange_that_is_not_made: r"exchange=<function dense .*is no Optax .*quantized\(.int4.\)",
+    optimizer_that_is_not_made: r"optimizer=<function adam .* is no Optax .*optax.sgd\(1.0\)",
+    streaming_by_a_number: r"streaming=2 must be None or as jaxsparse.outer.Streaming",
+    owned_by_a_name: r"optimizer='adam' is no Optax transformation",
+    numbers_in_a_batch_of_local_steps: r"argument 1\[0\] is a scalar in a batch",
+    arguments_of_shard_by_turns: r"^mesh=.{,60} must be a jax.sharding.Mesh",
+    state_of_another_system_to_carry_over: "it is of TopK, and like is of SparDL",
     several_axes_of_workers: r"axis_name=\('hosts', 'local'\) must be the name of one mesh",
     other_axis: r"axis_name='batch' is not bound .*in scope: \['data'\]\).*axis_name='data' if",
     several_axes: r"axis_name=\('data', 'model'\) is not supported: give one axis name",

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import mesh as mesh_of, some
 
 import jaxsparse
+from jaxsparse import systems
 from jaxsparse.outer.parallel import run_on_workers
 
 CLIPPED = lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -240,6 +241,16 @@ MISTAKES = {
         ),
         "To simulate workers on one device, give workers=",
     ),
+    "no mesh": (
+        lambda p, b: jaxsparse.grad(loss_of)(p, b),
+        r"as by params = jaxsparse.shard\(params, mesh\) in front of tx.init",
+    ),
+    "not spread": (
+        lambda p, b: jaxsparse.top_k(0.1, workers=2).update(
+            jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.top_k(0.1).init(p), p
+        ),
+        r"each of the 2 workers: spread it by jaxsparse.shard\(state, mesh\)",
+    ),
     "other workers": (
         lambda p, b: jaxsparse.top_k(0.1, workers=3).update(
             jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.top_k(0.1, workers=3).init(p), p
@@ -312,6 +323,34 @@ def test_rows_end_in_the_exchange(name):
     else:
         with pytest.raises(ValueError, match=text):
             jaxsparse.check(tx, params)
+
+
+@pytest.mark.parametrize("name", ["dense", "ef21_sgdm", "zero1"])
+def test_arguments_of_optimizers_behind_the_exchange_have_no_rows(name):
+    """Three workers' losses fit the columns: each had a rate of its own, without a word."""
+    target = jnp.float32(np.random.default_rng(0).normal(size=(5, 3)))
+    params, x = {"w": jnp.ones((5, 3))}, jnp.float32(np.random.default_rng(1).normal(size=(6, 5)))
+    loss = lambda p, x: jnp.mean(jnp.square(x @ (p["w"] - target)))
+    optimizer = optax.polyak_sgd()
+    options = {"workers": 3, "is_dense": lambda *_: False}
+    tx = {
+        "dense": lambda: optax.chain(jaxsparse.dense(workers=3), optimizer),
+        "ef21_sgdm": lambda: optax.chain(
+            jaxsparse.ef21_sgdm(systems.TopK(1.0), **options), optimizer
+        ),
+        "zero1": lambda: jaxsparse.zero1(optimizer, "float16", **options),
+    }[name]()
+    state = tx.init(params)
+    values, grads = jaxsparse.value_and_grad(loss, workers=3)(params, x)
+    mean = jax.tree.map(lambda g: g.mean(0), grads)
+    with pytest.raises(ValueError, match=r"value has shape \(3,\), a row .* value=loss.mean\(\)"):
+        tx.update(grads, state, params, value=values)
+    with pytest.raises(ValueError, match=r"grad\['w'\] has shape \(3, 5, 3\), a row"):
+        tx.update(grads, state, params, value=values.mean(), grad=grads)
+    found, _ = tx.update(grads, state, params, value=values.mean(), grad=mean)
+    value, slope = jax.value_and_grad(loss)(params, x)
+    wanted, _ = optimizer.update(slope, optimizer.init(params), params, value=value)
+    np.testing.assert_allclose(found["w"], wanted["w"], rtol=2e-3, atol=1e-4)
 
 
 def test_what_gradients_overwrite_is_not_exchanged():
@@ -428,5 +467,9 @@ def test_a_loss_that_fails_is_told_what_was_split():
     with pytest.raises((TypeError, ValueError)) as caught:
         both(jnp.ones(6), stats, x)
     assert "as batch_argnums" in caught.value.__notes__[0]
+    closed = lambda w, x: ((x - 2 * jnp.ones((8, 6))) @ w).sum()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        jaxsparse.value_and_grad(closed, workers=2)(jnp.ones(6), x)
+    assert "arrays over which it closes" in caught.value.__notes__[0]
     value, _ = jaxsparse.value_and_grad(loss, workers=2, batch_argnums=2)(jnp.ones(6), stats, x)
     assert value.tolist() == [24.0, 24.0]

@@ -808,6 +808,7 @@ WRONG = {
         {"exchange": optax.chain(jaxsparse.dense(axis_name=None), optax.sgd(1.0))},
         "without an optimizer behind",
     ),
+    "not made": ({"optimizer": optax.sgd}, "optimizer=<function sgd .* is no Optax transformation"),
     "an axis": (
         {"exchange": jaxsparse.top_k(0.5, is_dense=lambda *_: False)},
         "be made with axis_name=None",
@@ -826,6 +827,15 @@ def test_wrong_settings_are_refused(what):
     given, message = WRONG[what]
     with pytest.raises(ValueError, match=message):
         trainer(reference.Memory(), **given).join((jnp.zeros(8),))
+
+
+def test_a_state_in_host_memory_is_refused():
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    state = jnp.zeros(8), jax.device_put(jnp.ones(3), there)
+    train = trainer(reference.Memory())
+    with pytest.raises(ValueError, match=r"leaf\[1\] lies in the memory 'pinned_host'"):
+        train.join(state)
+    train.join(jax.device_put(state, jax.memory.Space.Device))
 
 
 @pytest.mark.slow

@@ -860,6 +860,22 @@ def shaped(tree):
     return jax.tree.map(of, tree)
 
 
+@pytest.mark.parametrize("way", ["mesh", "simulated"])
+def test_arrays_in_host_memory_are_refused_and_come_to_the_devices(way):
+    train = LocalSteps(walk, *MEAN, where(2, way))
+    here = mesh(2) if way == "mesh" else mesh(1)
+    put = lambda x: jax.device_put(x, NamedSharding(here, P(), memory_kind="pinned_host"))
+    start = jax.tree.map(jnp.asarray, START) | {"embedding": put(START["embedding"])}, jnp.int32(0)
+    with pytest.raises(ValueError, match=r"leaf\[0\]\['embedding'\] lies in .* 'pinned_host'"):
+        train.init(start)
+    state = train.init(jax.device_put(start, jax.memory.Space.Device))  # as the error says
+    move = jax.tree.map(
+        lambda x: jnp.stack([x, 3 * x]) / 4, start[0] | {"embedding": jnp.ones((5, 3))}
+    )
+    state, _ = train(state, move)
+    np.testing.assert_allclose(state.params["embedding"], START["embedding"] - 0.5, rtol=1e-6)
+
+
 def test_init_of_shapes_is_that_of_arrays():
     """With their shardings, where a worker has axes of its own."""
     where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
@@ -913,6 +929,9 @@ def test_wrong_weights():
     start = (jnp.zeros(2),)
     train = make(lambda b: b)
     with pytest.raises(ValueError, match=r"weight has shape \(1, 1\) and dtype float32"):
+        train(train.init(start), jnp.ones((2, 1)), 0)
+    train = make(lambda b: b.sum().astype(jnp.float16))
+    with pytest.raises(ValueError, match="weight has dtype float16, which skips whole numbers"):
         train(train.init(start), jnp.ones((2, 1)), 0)
     for one, other in ((None, jnp.sum), (jnp.sum, None)):
         with pytest.raises(ValueError, match="made with a weight, and this LocalSteps has none"):

@@ -141,9 +141,7 @@ REFUSED = {
         optax.apply_if_finite(sketched(), 3), PARAMS
     ),
     "give tx.update(grads, state, params)": lambda: two_workers(params=None),
-    "have as many rows as the batch": lambda: jaxsparse.grad(of_rows, workers=2)(
-        PARAMS, ROWS, ROWS
-    ),
+    "has as many rows as the batch": lambda: jaxsparse.grad(of_rows, workers=2)(PARAMS, ROWS, ROWS),
     "and split over the workers": lambda: jaxsparse.grad(of_rows, 1, workers=2)(PARAMS, ROWS),
     "so this is one worker's code already": lambda: jax.vmap(
         lambda x: jaxsparse.grad(of_rows)(PARAMS, x), axis_name="data"

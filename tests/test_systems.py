@@ -74,6 +74,29 @@ def test_an_option_that_there_is_not_is_refused(system):
         system.transformation(**cases.CASES[system.name][""].small, axis=None)
 
 
+MEANT = [
+    ("sketched_sgd", "density", "compression"),
+    ("top_k", "compression", "density"),
+    ("true_top_k", "densty", None),
+    ("powersgd", "ratio", "rank"),
+    ("quantized", "bits", "format"),
+    ("dense", "momentum_correction", "momentum"),
+    ("spardl", "error_feedback", "decay"),
+    ("dgc", "nestrov", "nesterov"),
+    ("gtopk", "learning_rate", None),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "meant"), MEANT)
+def test_the_option_that_is_meant_is_told(name, given, meant):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) has no option '{given}'") as caught:
+        getattr(jaxsparse, name)(**{given: 0.1})
+    said = str(caught.value)
+    assert ("do you mean" in said) == bool(meant), said
+    if meant:
+        assert f"do you mean '{meant}', " in said
+
+
 @pytest.mark.parametrize(("system", "case"), ROWS)
 def test_inject_hyperparams_sees_options_by_name(system, case):
     numbers = {

@@ -190,9 +190,10 @@ def check_inner(mesh: AnyMesh | None, axis_name: str | None, placement: Placemen
     if inner != made_for:
         raise ValueError(
             f"the state was made for the inner axes {made_for}, but the mesh here has {inner} "
-            f"beside {axis_name!r}: make it with tx.init(params) from parameters on this mesh (or "
-            "give mesh= and specs= to the transformation), or carry it over with "
-            "jaxsparse.reshard(state, mesh, like=tx.init(params))"
+            f"beside {axis_name!r}: put the parameters on this mesh first (jaxsparse.shard(params, "
+            "mesh)), or give mesh= and specs= to the transformation, and make it with "
+            "tx.init(params). Or carry it over with jaxsparse.reshard(state, mesh, "
+            "like=tx.init(params))"
         )
 
 
@@ -244,9 +245,10 @@ def find_workers(
     found = find_mesh(tree, axis_name, mesh)
     if found is None:
         raise ValueError(
-            f"no mesh with an axis {axis_name!r} is known here: put the batch or the parameters on "
-            "one (jax.device_put), call jax.set_mesh(mesh), or give mesh=. If the axis has another "
-            "name, give axis_name=. To simulate workers on one device, give workers="
+            f"no mesh with an axis {axis_name!r} is known here: put the parameters on one, as by "
+            "params = jaxsparse.shard(params, mesh) in front of tx.init(params), call "
+            "jax.set_mesh(mesh), or give mesh=. If the axis has another name, give axis_name=. To "
+            "simulate workers on one device, give workers="
         )
     _check_axis(found, axis_name)
     return found.shape[axis_name], found

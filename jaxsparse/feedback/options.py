@@ -7,6 +7,7 @@ checkers and `help` see, and with the fields' descriptions in its docstring.
 
 import abc
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
@@ -19,7 +20,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
-from jaxsparse.arrays.layout import IsDense
+from jaxsparse.arrays.layout import IsDense, small_or_vector
 from jaxsparse.arrays.settings import static_float, static_int
 
 P = ParamSpec("P")
@@ -134,8 +135,10 @@ def as_function(
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
         for given in kwargs:
             if given not in signature.parameters:
+                names = [*signature.parameters]
                 raise TypeError(
-                    f"{name}() has no option {given!r}: it takes {', '.join(signature.parameters)}"
+                    f"{name}() has no option {given!r}{_meant(given, settings, names)}: it takes "
+                    f"{', '.join(names)}"
                 )
         try:
             signature.bind(*args, **kwargs)
@@ -149,6 +152,30 @@ def as_function(
     make.__signature__ = signature  # type: ignore[attr-defined]
     make.settings = settings  # type: ignore[attr-defined]
     return make
+
+
+# Words of the field for settings that have other names here, the likeliest first.
+_BUDGETS = ("density", "compression", "k", "rank")
+_CALLED = {
+    **dict.fromkeys((*_BUDGETS, "ratio", "sparsity"), _BUDGETS),
+    **dict.fromkeys(("error_feedback", "residual"), ("decay",)),
+    **dict.fromkeys(("mask", "exclude"), ("is_dense",)),
+    "beta": ("momentum",),
+    "bits": ("format",),
+}
+
+
+def _meant(given: str, settings: type, names: list[str]) -> str:
+    """Which option an unknown name may mean, in words; nothing if none is like it."""
+    alike = (
+        *(name for name in _CALLED.get(given, ()) if name in names),
+        *(name for name in names if len(name) > 3 and name in given),
+        *difflib.get_close_matches(given, names, 1),
+    )
+    if not alike:
+        return ""
+    first = " ".join(_descriptions(settings)[alike[0]].split()).partition(". ")[0].rstrip(".")
+    return f" (do you mean {alike[0]!r}, {first}?)"
 
 
 def _place(name: str) -> int:
@@ -173,11 +200,17 @@ def _described(kind: type) -> dict[str, str]:
     return {name: text.rstrip() for name, text in entries}
 
 
-def _documented(settings: type, names: list[str]) -> str:
-    """The docstring of a function of these settings."""
+def _descriptions(settings: type) -> dict[str, str]:
+    """The descriptions of all fields."""
     described: dict[str, str] = {}
     for kind in reversed(settings.__mro__):
         described |= _described(kind)
+    return described
+
+
+def _documented(settings: type, names: list[str]) -> str:
+    """The docstring of a function of these settings."""
+    described = _descriptions(settings)
     if missing := [name for name in names if name not in described]:
         raise ValueError(
             f"settings {', '.join(missing)} of {settings.__name__} are not described: add a line "
@@ -206,10 +239,33 @@ OPTIONS: dict[str, tuple[Any, str]] = {
 }
 
 
+def check_transformation(name: str, tx: Any, such: str) -> None:
+    """Raises ValueError unless it is a transformation of Optax. `such`: one, in words."""
+    if not all(callable(getattr(tx, method, None)) for method in ("init", "update")):
+        raise ValueError(
+            f"{name}={tx!r} is no Optax transformation: give one that is made, such as {such}"
+        )
+
+
+def leaves_rule(is_dense: Any) -> IsDense:
+    """Which leaves travel uncompressed. Raises ValueError unless it is a function or None."""
+    if is_dense is not None and not callable(is_dense):
+        raise ValueError(
+            f"is_dense={is_dense!r} must be a function of a leaf's key path and shape, as in "
+            "lambda path, shape: 'bias' in path, or None"
+        )
+    return small_or_vector if is_dense is None else is_dense
+
+
 def check_momentum(momentum: Any) -> None:
     """Raises ValueError unless it is None or a scalar in [0, 1). A traced one has no value yet."""
     if momentum is None:
         return
+    if callable(momentum):
+        raise ValueError(
+            f"momentum={momentum!r} must be a number in [0, 1) or None. A schedule changes it "
+            "under optax.inject_hyperparams, around this function"
+        )
     if jnp.ndim(momentum) != 0:
         raise ValueError(
             f"momentum has shape {jnp.shape(momentum)}: pass a scalar in [0, 1), the same for all "

@@ -4,7 +4,7 @@ A trainer calls `tx.update` in its own `jax.jit`, where no axis is bound. The ex
 mesh by itself (`devices.over_rows`), and what it returns are ordinary arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -111,11 +111,11 @@ def _check_shapes(updates: Any, shapes: Sequence[tuple[int, ...]], axis_name: st
         if jnp.shape(x) == shape:
             raise ValueError(
                 f"axis_name={axis_name!r} is not bound here, and {name} of shape {shape} has no "
-                "row for each worker: it has been averaged already, uncompressed. Take "
-                "jaxsparse.value_and_grad in the place of jax.value_and_grad. A wrapper that keeps "
-                "gradients, such as optax.MultiSteps, stands behind: grads, kept = "
-                "exchange.update(grads, kept, params) first. (One worker's own gradients are "
-                "exchanged where the axis is bound; axis_name=None is for a single worker)"
+                "row for each worker: it has been averaged already, by JAX or by an exchange in "
+                "front. Take jaxsparse.value_and_grad in the place of jax.value_and_grad. A "
+                "wrapper that keeps gradients, such as optax.MultiSteps, stands behind: grads, "
+                "kept = exchange.update(grads, kept, params) first. (One worker's own gradients "
+                "are exchanged where the axis is bound; axis_name=None is for a single worker)"
             )
         if jnp.shape(x)[1:] != shape:
             raise ValueError(
@@ -131,6 +131,21 @@ def _shapes_in(updates: Any, state: Any) -> list[Any]:
         for name, node in field.items():
             found[name] = node.value.shape[1:] if isinstance(node, PerWorker) else node.shape
     return [found.get(name) for name in short_names(updates)]
+
+
+def check_own(updates: Any, params: Any, axis_name: str | None) -> None:
+    """Raises ValueError unless one worker's gradients have the shapes of its parameters."""
+    leaves, others = tree_leaves_with_path(updates), jax.tree.leaves(params)
+    if len(leaves) != len(others):  # of a wrapper that has parameters of its own
+        return
+    for (path, x), param in zip(leaves, others):
+        if jnp.shape(x) != jnp.shape(param):
+            raise ValueError(
+                f"axis_name={axis_name!r} makes this one worker's code, but gradient{keystr(path)} "
+                f"has shape {jnp.shape(x)}, and its parameter {jnp.shape(param)}: gradients with a "
+                "row for each worker are exchanged where the axis is not bound. (axis_name=None is "
+                "for a single worker: leave it out)"
+            )
 
 
 def check_rows(
@@ -149,9 +164,33 @@ def check_rows(
         if jnp.shape(x)[:1] != (workers,):
             raise ValueError(
                 f"the state{keystr(path)} has shape {jnp.shape(x)}, without a row for each of the "
-                f"{workers} workers: make it by tx.init(params) from parameters on the mesh, or "
-                "give the transformation mesh= or workers=. A state of another number of workers "
-                "is carried over by jaxsparse.reshard"
+                f"{workers} workers: spread it by jaxsparse.shard(state, mesh), or make it by "
+                "tx.init(params) from parameters on the mesh, or give the transformation mesh= or "
+                "workers=. A state of another number of workers is carried over by "
+                "jaxsparse.reshard(state, mesh)"
+            )
+
+
+def check_extra_args(updates: Any, extra_args: Mapping[str, Any]) -> None:
+    """Raises ValueError if Optax's arguments of a value and a gradient have rows, as `updates`.
+
+    What stands behind the exchange takes one for all workers. It might broadcast them in silence.
+    """
+    rows = [jnp.shape(x) for x in jax.tree.leaves(updates)]
+    for path, x in tree_leaves_with_path(extra_args.get("value")):
+        if jnp.shape(x)[:1] in {row[:1] for row in rows}:
+            raise ValueError(
+                f"value{keystr(path)} has shape {jnp.shape(x)}, a row for each worker, but what "
+                "stands behind the exchange takes one for all of them: pass the mean, "
+                "value=loss.mean()"
+            )
+    for (path, x), row in zip(tree_leaves_with_path(extra_args.get("grad")), rows):
+        if jnp.shape(x) == row:
+            raise ValueError(
+                f"grad{keystr(path)} has shape {row}, a row for each worker, but what stands "
+                "behind the exchange takes one for all of them: pass the mean. The exchange makes "
+                "it: means, kept = exchange.update(grads, kept, params), and then "
+                "optimizer.update(means, state, params, grad=means, ...)"
             )
     if workers > 1 and RUNNING.get() is None:  # or `jaxsparse.check` reads the whole chain
         check_front(updates, params)

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxsparse.arrays import layout as layouts
-from jaxsparse.arrays.layout import IsDense, named_leaves, small_or_vector
+from jaxsparse.arrays.layout import IsDense, named_leaves
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import is_stand_in, on_plain_arrays
 from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
@@ -34,10 +34,11 @@ from jaxsparse.feedback.options import (
     decay_factor,
     is_delayed,
     is_nesterov,
+    leaves_rule,
     part,
     skipped_update,
 )
-from jaxsparse.feedback.rows import read_rows
+from jaxsparse.feedback.rows import check_extra_args, check_own, read_rows
 from jaxsparse.feedback.store import (
     ErrorFeedbackState,
     StateStore,
@@ -259,7 +260,6 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         exchange_by: Callable[..., Exchanged] = exchange,  # or a half of it, see `by_message`
         **extra_args: Any,
     ) -> tuple[Any, ErrorFeedbackState]:
-        del extra_args
         check_made(state, ErrorFeedbackState)
         if has_nothing(updates, state):
             return updates, state
@@ -268,9 +268,11 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         found: AnyMesh | None = mesh
         if not is_bound:
             updates, shapes, _, found = read_rows(updates, state, params, axis_name, mesh, workers)
+            check_extra_args(updates, extra_args)
         plan = plan_of(shapes, Placement.of(state.placement))
         if is_bound:
             Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more
+            check_own(updates, params, axis_name)
 
         def on_device(
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
@@ -297,9 +299,10 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
 
 def _one_rule(reducer: Reducer, is_dense: IsDense | None) -> Rules:
     """The rules that give the reducer to all leaves but those that `is_dense` picks."""
+    rule = leaves_rule(is_dense)
 
     def rules(tree: Any) -> list[Reducer | None]:
-        goes_dense = layouts.picked(tree, small_or_vector if is_dense is None else is_dense)
+        goes_dense = layouts.picked(tree, rule)
         found = [None if dense else reducer for dense in goes_dense]
         if is_dense is None and not any(found):
             raise ValueError(

@@ -29,6 +29,7 @@ from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import (
     Select,
+    check_exchange,
     check_optimizer,
     displacement,
     part_of,
@@ -76,6 +77,7 @@ class Arithmetic:
         weighted: bool = False,
         fragments: int = 1,
     ) -> None:
+        check_exchange(exchange, optimizer)
         self.is_weighted = weighted
         self._places = Streaming(fragments, overlap=0).places
         self._exchange = exchange

@@ -28,7 +28,7 @@ from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
 from jaxsparse.islands.threads import Asking, RunningExchange, Silence
 from jaxsparse.outer.local_steps import params_of
-from jaxsparse.outer.worker import Select, Step, stepped
+from jaxsparse.outer.worker import Select, Step, check_memory, stepped
 
 
 class Status(NamedTuple):
@@ -202,6 +202,7 @@ class Islands:
 
         It takes a training state, or the `IslandState` that this island saved, and donates neither.
         """
+        check_memory(state)
         self._has_joined = False
         # Else it would go on in the name of the new life.
         if self._running is not None and not self._running.stop(max(1.0, self._patience)):

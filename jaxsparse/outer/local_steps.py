@@ -33,9 +33,18 @@ from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.outer.worker import LocalState, Select, Step, Worker, second_copies
+from jaxsparse.outer.worker import (
+    LocalState,
+    Select,
+    Step,
+    Worker,
+    check_exchange,
+    check_memory,
+    second_copies,
+)
 from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
+from jaxsparse.training.batches import as_long
 from jaxsparse.training.check import check
 from jaxsparse.training.sharding import count_workers, shard
 
@@ -127,9 +136,8 @@ class LocalSteps:
             None: each worker keeps its own, and `init` warns of copies that it sees.
         weight: function of a worker's share of a batch that gives what it counts, such as its
             number of tokens: a real scalar, at least 0. A displacement then counts what its steps
-            weigh together, so that the mean is over all tokens (`jaxsparse.weighted`). One of
-            weight 0 does not count. Residuals hold weighted displacements. None: all workers count
-            alike.
+            weigh together, so that the mean is over all tokens. One of weight 0 does not count.
+            Residuals hold weighted displacements. None: all workers count alike.
         streaming: how to exchange fragments in turn; None: all at once.
 
     **Several processes** compare `every`, fragments and the number of steps done at the first call,
@@ -137,10 +145,11 @@ class LocalSteps:
 
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
-            than floating-point arrays, a fragment has no leaf, the state holds an exchange or
-            something that is no array, or `exchange` leaves out a parameter (`jaxsparse.check`) or
-            has a delay. From a call: the workers don't divide a batch; `t` is not the number of
-            steps done; or `step` returns another kind of state, or communicates over `axis_name`.
+            than floating-point arrays, a fragment has no leaf, the state holds an exchange, or
+            something that is no array, or an array in another memory ("pinned_host"), or `exchange`
+            leaves out a parameter (`jaxsparse.check`) or has a delay. From a call: the workers
+            don't divide a batch; `t` is not the number of steps done; or `step` returns another
+            kind of state, or communicates over `axis_name`.
             (On a mesh with other axes, where XLA itself may communicate, that is a warning.)
 
     Example:
@@ -176,6 +185,11 @@ class LocalSteps:
         for steps in self.every.values:
             if static_int("every", steps) < 1:
                 raise ValueError(f"every={every} must be at least 1: 1 exchanges after each step")
+        check_exchange(exchange, optimizer)
+        if not isinstance(streaming, Streaming | None):
+            raise ValueError(
+                f"streaming={streaming!r} must be None or as jaxsparse.outer.Streaming(fragments)"
+            )
         self.streaming = streaming or Streaming(1, overlap=0, mixing=0.0)
         if streaming is not None:
             _check_streaming(streaming, every)
@@ -219,6 +233,7 @@ class LocalSteps:
         """
         state = held(state)
         leaves = jax.tree.leaves(state)
+        check_memory(state)
         inner = inner_axes(self._mesh, self._axis_name) if isinstance(self._mesh, Mesh) else ()
         if inner and any(isinstance(x, jax.core.Tracer) for x in leaves):
             raise ValueError(
@@ -257,7 +272,8 @@ class LocalSteps:
             batch: batch of all workers together. All arrays are split along their first axis.
             t: number of steps that the state has done, a Python int, which is then compared with
                 the state's own. None: it is not.
-            rest: further arguments of `step`, which each worker gets whole.
+            rest: further arguments of `step`, which each worker gets whole. An array with as many
+                rows as the batch is refused: it belongs to the batch.
 
         Returns:
             The next state, and the second result of `step`, whose arrays have a row for each
@@ -408,8 +424,15 @@ class LocalSteps:
             )
 
     def _check(self, state: LocalState, batch: Any, rest: Any) -> None:
-        """Raises ValueError if the state has other fragments, or the step communicates."""
+        """Raises ValueError if the state or arguments are others, or the step communicates."""
         self._check_fragments(state)
+        workers = count_workers(self._mesh, self._axis_name)
+        if alike := as_long(*held((batch, rest)), workers):
+            raise ValueError(
+                f"rest{alike} has as many rows as the batch, and each worker would get all of "
+                "them: put it into the batch. If each worker is to see it whole, give it another "
+                "shape, as x[None]"
+            )
         found, axis = self._crossing(state, batch, rest), self._axis_name
         if found:
             text = (

@@ -17,6 +17,7 @@ from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
 from jaxsparse.comm.meshes import Running, context_of, inner_axes, running
 from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.processes.calls import Step
+from jaxsparse.training.batches import check_batches
 from jaxsparse.training.gradients import OwnAndEqual, on_workers, run_manually, run_mapped
 from jaxsparse.training.sharding import count_workers, warn_of_copies
 from jaxsparse.training.watching import checks_of
@@ -108,6 +109,7 @@ def _numbers_of(given: tuple[int, ...], args: tuple[Any, ...]) -> set[int]:
 
 
 def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> None:
+    check_batches({i: args[i] for i in batches}, workers)
     for i, arg in enumerate(args):
         if (module := module_in(arg)) is not None:  # an empty nnx.List is false
             raise ValueError(
@@ -117,16 +119,6 @@ def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> 
         for path, leaf in tree_flatten_with_path(arg)[0]:
             name = f"argument {i}{jax.tree_util.keystr(path)}"
             shape = jnp.shape(leaf)
-            if i in batches and not shape:
-                raise ValueError(
-                    f"{name} is a scalar in a batch, which can't be split: pass it as an argument "
-                    "of its own, which all workers get whole"
-                )
-            if i in batches and shape[0] % workers:
-                raise ValueError(
-                    f"{name} is a batch of shape {shape}, whose first axis {workers} workers "
-                    "cannot share equally: change the batch size"
-                )
             if i in batches or not is_marked(path):
                 continue
             check_wrapped(name, leaf)

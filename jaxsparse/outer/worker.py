@@ -16,10 +16,12 @@ from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker, is_marked, key_name, map_marked
+from jaxsparse.comm.meshes import kind_of
 from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.feedback.options import check_transformation
 from jaxsparse.feedback.store import is_exchange, states_in
 from jaxsparse.outer.fragments import Rows, Streaming
-from jaxsparse.training.weighted import check_weight, weighted
+from jaxsparse.training.means import check_counts
 
 # Flax's collection of scales and histories of fp8, whose gradients are their next values. The mean
 # of workers' largest magnitudes would be too small for one of them.
@@ -184,7 +186,7 @@ class Worker(NamedTuple):
         moved = displacement(params, own)
         weight = PerWorker.unwrap(state.weight)
         if self.weight is not None:
-            moved = weighted(moved, weight[fragment], axis_name=self.axis_name)
+            moved = weighted(moved, weight[fragment], self.axis_name)
         before = state.outer[fragment]
         updates, after = self.outer.update(moved, before, params)
         updated = optax.apply_updates(params, updates)
@@ -220,7 +222,14 @@ class Worker(NamedTuple):
         if self.weight is None:
             return ()
         own = self.weight(released(batch))
-        check_weight(own)
+        shape, dtype = jnp.shape(own), jnp.result_type(own)
+        is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+        if shape or not is_real:
+            raise ValueError(
+                f"weight has shape {shape} and dtype {dtype}, but it is one number for a worker: "
+                "give its number of tokens, as mask.sum() counts them"
+            )
+        check_counts("weight", dtype)
         own = jnp.asarray(own).astype(jnp.float32)
         return jax.tree.map(lambda before: before + own, weight)
 
@@ -309,6 +318,23 @@ def stepped(step: Step, worker: Any, *args: Any) -> tuple[Any, Any]:
     return result
 
 
+def check_exchange(exchange: Any, optimizer: Any) -> None:
+    """Raises ValueError unless they are transformations of Optax."""
+    check_transformation("exchange", exchange, 'jaxsparse.quantized("int4")')
+    check_transformation("optimizer", optimizer, "optax.sgd(1.0)")
+
+
+def check_memory(state: Any) -> None:
+    """Raises ValueError if an array of a training state lies in another memory than a device's."""
+    for path, x in tree_flatten_with_path(state)[0]:
+        if (kind := kind_of(x)) is not None:
+            raise ValueError(
+                f"leaf{keystr(path)} lies in the memory {kind!r}, but exchanges compute with all "
+                "of a worker's state, which JAX does on the devices' own: begin with "
+                "jax.device_put(state, jax.memory.Space.Device)"
+            )
+
+
 def check_optimizer(state: Any) -> None:
     """Raises ValueError if this is the state of an optimizer that exchanges the mean once more."""
     if states_in(state):
@@ -324,6 +350,20 @@ def displacement(params: Any, own: Any) -> Any:
     They are in the worker's precision, because rounding the global ones to it is not a move.
     """
     return jax.tree.map(lambda g, w: widened(narrow(g, w.dtype)) - widened(w), params, own)
+
+
+def weighted(moved: Any, weight: Array, axis_name: str) -> Any:
+    """A worker's displacement, scaled so that the mean over workers is that by weights.
+
+    It is 0 where the weight is 0, and everywhere if all weights are 0. It is NaN where a weight is
+    negative or NaN, so that the exchange skips the step.
+    """
+    own = weight.astype(jnp.result_type(float))
+    mean = wire.psum(wire.varying(own, axis_name), axis_name) / wire.axis_size(axis_name)
+    share = jnp.where(own > 0, own / jnp.where(mean > 0, mean, 1), 0)
+    share = jnp.where(own >= 0, share, jnp.nan)
+    # A displacement that does not count may be infinite.
+    return jax.tree.map(lambda x: jnp.where(share == 0, 0, x * share.astype(x.dtype)), moved)
 
 
 def put_back(select: Select, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:

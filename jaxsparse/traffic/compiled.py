@@ -117,7 +117,10 @@ def _read(
     if hasattr(program, "lower") and not is_text:
         program = program.lower(*args, **kwargs)
     elif args or kwargs:
-        raise ValueError(f"only a jitted function takes arguments, no {type(program).__name__}")
+        raise ValueError(
+            f"only a jitted function takes arguments, no {type(program).__name__}: give "
+            "jax.jit(step), and its arguments"
+        )
     if is_text:
         return program, None
     # nnx.jit and equinox.filter_jit wrap both stages.

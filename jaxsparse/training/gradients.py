@@ -19,11 +19,11 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import compat, shard_maps, wire
-from jaxsparse.comm.marks import is_marked, module_in
 from jaxsparse.comm.meshes import AnyMesh, find_workers, inner_axes, names_of, restricted
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback.front import marked
 from jaxsparse.training import one_worker
+from jaxsparse.training.batches import check_closed_over, numbers_of_batches, with_fixed
 from jaxsparse.training.rewriting import rewritten
 
 # A worker's own arrays, and those equal on all workers: `LocalSteps` has some, gradients none.
@@ -49,6 +49,7 @@ def value_and_grad(
             return optax.apply_updates(params, updates), opt_state, loss.mean()
 
     `fun` is one worker's function. It sees its part of the batch, and all other arguments whole.
+    Flags, strings and numbers of Python stay what they are, such as `train=True`.
     Inside, `jax.lax.axis_index(axis_name)` is the worker's number, for keys of its own. Everything
     that comes back has a row for each worker, split over `axis_name`: the value (W,), auxiliary
     output and gradients (W, ...). A chain with an exchange of this library takes the gradients as
@@ -76,7 +77,8 @@ def value_and_grad(
         argnums: numbers of the arguments to differentiate, whole on each worker.
         has_aux: whether `fun` returns a pair of the loss and auxiliary output.
         batch_argnums: numbers of the arguments whose arrays are split along their first axis.
-            Negative numbers count from the last. None: 1, the second argument.
+            Negative numbers count from the last. None: 1, the second argument. (): none, because
+            each worker draws its own. Arguments by name are never split.
         mesh: the mesh, where neither arrays and their types nor `jax.set_mesh` tell it.
         axis_name: the mesh axis of the workers.
         workers: number of workers to simulate on one device, without a mesh. Give the exchange and
@@ -87,8 +89,9 @@ def value_and_grad(
 
     Raises:
         ValueError: at the call: no mesh is known, the axis is bound already, an argument is missing
-            or both differentiated and split, another argument has as many rows as the batch and
-            `batch_argnums` was not given, or the workers don't divide a batch.
+            or both differentiated and split, the workers don't divide a batch, or it is empty; or
+            an array elsewhere has as many rows as the batch: by name, or if `batch_argnums` was not
+            given in another argument, or one over which the loss closes.
 
     Example:
         >>> loss = lambda w, x: jnp.sum(w * x.mean(0))
@@ -107,10 +110,10 @@ def value_and_grad(
                 "call jaxsparse.value_and_grad outside of that jax.shard_map or jax.vmap, or "
                 "jax.value_and_grad inside"
             )
-        given = held((args, kwargs))
+        given = held(with_fixed(argnums, batch_argnums, args, kwargs))
         check_arrays("argument", given)
         count, found = find_workers(given, axis_name, mesh, workers)
-        split = _numbers_of_batches(batch_argnums, argnums, args, count)
+        split = numbers_of_batches(batch_argnums, argnums, *given, count)
         treedef: Any
         flat, treedef = tree_flatten_with_path(given)
         is_split = [path[0].idx == 0 and path[1].idx in split for path, _ in flat]
@@ -127,16 +130,18 @@ def value_and_grad(
                 names = [keystr(path) for path, _ in tree_flatten_with_path(grads)[0]]
                 found, outputs = jax.tree.flatten((value, grads))
             except Exception as error:
-                if batch_argnums is None and len(args) > 2:
+                if batch_argnums is None and isinstance(error, TypeError | ValueError):
                     error.add_note(
-                        "The loss sees one worker's rows of argument 1, and all else whole. If "
-                        "another argument is the batch, give jaxsparse.value_and_grad its number "
-                        "as batch_argnums"
+                        "The loss sees one worker's rows of argument 1, and all else whole, also "
+                        "arrays over which it closes. If another argument is the batch, give "
+                        "jaxsparse.value_and_grad its number as batch_argnums"
                     )
                 raise
             return [jnp.asarray(x) for x in found], []
 
         def check(program: Jaxpr) -> None:
+            if batch_argnums is None:
+                check_closed_over(program, [given[0][i] for i in split], count)
             for i, name in enumerate(names, len(program.outvars) - len(names)):
                 found = one_worker.sum_over_workers(program, i, axis_name, is_split)
                 if found is not None:
@@ -382,71 +387,3 @@ def run_manually(
     if AxisType.Explicit not in mesh.axis_types:
         return mapped
     return lambda *leaves: mapped(*map(typed, leaves, is_split))
-
-
-def _numbers_of_batches(
-    given: int | Sequence[int] | None,
-    argnums: int | Sequence[int],
-    args: tuple[Any, ...],
-    workers: int,
-) -> set[int]:
-    """The numbers, from 0, of the batches among a call's arguments, which are checked."""
-    as_tuple = lambda numbers: (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    for name, numbers in (("argnums", argnums), ("batch_argnums", 1 if given is None else given)):
-        if any(not -len(args) <= i < len(args) for i in as_tuple(numbers)):
-            raise ValueError(
-                f"{name}={numbers} names an argument that is missing: the call has {len(args)} "
-                "positional arguments. A loss that closes over its batch has to take it as an "
-                "argument, or each worker computes all of it"
-            )
-    split, whole = (
-        {i % len(args) for i in as_tuple(numbers)}
-        for numbers in (1 if given is None else given, argnums)
-    )
-    if both := sorted(split & whole):
-        raise ValueError(
-            f"argument {both[0]} is differentiated (argnums={argnums}) and split over the workers: "
-            "give batch_argnums= the numbers of the batches"
-        )
-    for i, arg in enumerate(args):
-        if (module := module_in(arg)) is not None:  # an empty nnx.List is false
-            raise ValueError(
-                f"argument {i} has a flax.nnx {type(module).__name__}: differentiate its state, as "
-                "in graph, params = nnx.split(model), and nnx.merge(graph, params) in the loss"
-            )
-    leaves = [tree_flatten_with_path(arg)[0] for arg in args]
-    for i in split:
-        for path, x in leaves[i]:
-            name, shape = f"argument {i}{keystr(path)}", jnp.shape(x)
-            if not shape:
-                raise ValueError(
-                    f"{name} is a scalar in a batch, which can't be split: pass it as an argument "
-                    "of its own, which all workers get whole"
-                )
-            if shape[0] % workers:
-                raise ValueError(
-                    f"{name} is a batch of shape {shape}, whose first axis {workers} workers "
-                    "cannot share equally: change the batch size, or leave the argument out of "
-                    "batch_argnums to give it whole to every worker"
-                )
-            if is_marked(path):
-                raise ValueError(
-                    f"{name} is the state of an exchange, in a batch: give batch_argnums= the "
-                    "numbers of the batches"
-                )
-    counts = {jnp.shape(x)[0] for i in split for _, x in leaves[i]}
-    looks_so = [
-        i
-        for i in range(len(args))
-        if given is None
-        and i not in split | whole
-        and leaves[i]
-        and all(jnp.ndim(x) and jnp.shape(x)[0] in counts for _, x in leaves[i])
-    ]
-    if looks_so:
-        raise ValueError(
-            f"arguments {looks_so} have as many rows as the batch: give "
-            f"batch_argnums={tuple(sorted({*split, *looks_so}))} if they belong to the batch, and "
-            "batch_argnums=1 if each worker is to see them whole"
-        )
-    return split

@@ -47,7 +47,8 @@ def mean_of(sums: Any, count: Any) -> Any:
         >>> mean_of(totals, counts).mean().tolist()  # 70 / 40
         1.75
     """
-    shape, dtype = jnp.shape(count), jnp.result_type(count)
+    count = jnp.asarray(count)
+    shape, dtype = count.shape, count.dtype
     if len(shape) != 1 or not _is_real(dtype):
         raise ValueError(
             f"count has shape {shape} and dtype {dtype}, and needs a number for each worker, (W,). "
@@ -57,7 +58,7 @@ def mean_of(sums: Any, count: Any) -> Any:
             "jaxsparse.LocalSteps divides by its own count, and weight= gives that to LocalSteps)"
         )
     check_counts("count", dtype)
-    wide = jnp.asarray(count).astype(jnp.result_type(float))
+    wide = count.astype(jnp.result_type(float))
     is_count = jnp.all((wide >= 0) & jnp.isfinite(wide))
     mean = jnp.where(is_count, wide.mean(), jnp.nan)
 

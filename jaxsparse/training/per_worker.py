@@ -20,6 +20,7 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker, is_marked
 from jaxsparse.feedback.front import marked
+from jaxsparse.feedback.options import check_transformation
 from jaxsparse.feedback.rows import check_rows
 from jaxsparse.training.gradients import on_workers
 
@@ -82,10 +83,7 @@ def per_worker(
         >>> updates.tolist()
         [3.0, 0.0, 0.0, 0.0]
     """
-    if not all(callable(getattr(tx, method, None)) for method in ("init", "update")):
-        raise ValueError(
-            f"tx={tx!r} is no Optax transformation: give one, such as optax.scale_by_adam()"
-        )
+    check_transformation("tx", tx, "optax.scale_by_adam()")
     name = getattr(tx.update, "__qualname__", "tx").partition(".")[0]  # of the function in Optax
     tx = optax.with_extra_args_support(tx)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath, keystr
+from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
 from jaxsparse.comm.marks import check_wrapped, is_marked
 from jaxsparse.comm.meshes import inner_axes, kind_of, names_of
@@ -77,6 +77,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     targets: list[Any] = [leaf for _, leaf in leaves]
     if like is not None:
+        _check_systems(tree, like)
         leaves, targets, treedef = _matched(leaves, like)
     for path, leaf in leaves:
         if is_marked(path):
@@ -156,6 +157,28 @@ def _matched(
             "goes uncompressed there, and what its residual owes would be lost)"
         )
     return [before[name] for name in after], [leaf for _, leaf in after.values()], treedef
+
+
+def _check_systems(tree: Any, like: Any) -> None:
+    """Raises ValueError if a state was made for another system. Many have no arrays of their own.
+
+    A checkpoint may lack what has no array.
+    """
+
+    def systems(tree: Any) -> set[str]:
+        is_empty = lambda node: isinstance(node, dict | tuple) and not node
+        paths = [path for path, _ in tree_flatten_with_path(tree, is_leaf=is_empty)[0]]
+        names = [[keystr((key,), simple=True) for key in path] for path in paths]
+        below = [name[name.index("reducers") + 1] for name in names if "reducers" in name[:-1]]
+        return {name.partition("_")[2] for name in below}
+
+    before, after = systems(tree), systems(like)
+    if others := sorted(before - after):
+        raise ValueError(
+            f"the state was made for other settings: it is of {', '.join(others)}, and like is of "
+            f"{', '.join(sorted(after))}. What waits for one system's exchange is nothing for "
+            "another: make like with the same transformation"
+        )
 
 
 def _of_devices(path: KeyPath, x: Any, target: Any) -> Any:

@@ -46,7 +46,7 @@ def count_workers(mesh: Mesh | int, axis_name: str) -> int:
         workers = mesh
     if isinstance(workers, bool) or not isinstance(workers, numbers.Integral):
         raise ValueError(
-            f"mesh={mesh!r} must be a jax.sharding.Mesh of devices, as "
+            f"mesh={str(mesh)[:60]} must be a jax.sharding.Mesh of devices, as "
             f"jax.make_mesh((workers,), ({axis_name!r},)) makes it, or a number of workers to "
             "simulate, as an int"
         )

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from jaxsparse.arrays import layout as layouts
-from jaxsparse.arrays.layout import IsDense, small_or_vector
+from jaxsparse.arrays.layout import IsDense
 from jaxsparse.arrays.magnitude import LARGEST
 from jaxsparse.collectives.quantized_all_reduce import (
     quantized_all_gather,
@@ -30,7 +30,8 @@ from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import count_moved, exchange_dense, where_ok
 from jaxsparse.feedback.front import means_in_check
-from jaxsparse.feedback.rows import read_rows
+from jaxsparse.feedback.options import check_transformation, leaves_rule
+from jaxsparse.feedback.rows import check_extra_args, read_rows
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
 from jaxsparse.quantize.quantizer import check_feedback
@@ -132,12 +133,13 @@ def zero1(
         >>> [round(u, 3) for u in updates[0, :2].tolist()]
         [-1.0, -1.0]
     """
+    check_transformation("optimizer", optimizer, "optax.adamw(1e-3)")
     out = Format(format, group_size, scale)
     home = Format(format if back is None else back, group_size, scale)
     for each in (out, home):
         check_feedback(each, stochastic=False)
     inside = optax.with_extra_args_support(optimizer)
-    rule = small_or_vector if is_dense is None else is_dense
+    rule = leaves_rule(is_dense)
 
     def init(params: Any) -> Zero1State:
         bare, in_variables = marks.without_variables(params), marks.has_variables(params)
@@ -173,6 +175,7 @@ def zero1(
             raise ValueError("params=None: zero1 needs tx.update(grads, state, params)")
         _refuse_bound(axis_name)
         updates, _, count, found = read_rows(updates, state, params, axis_name, mesh, workers)
+        check_extra_args(updates, extra_args)
         placement = Placement.of(state.placement)
         meshes.check_inner(found, axis_name, placement)
         parts = Ownership.plan(params, rule, count, axis_name, placement)
