@@ -169,6 +169,8 @@ def check_rows(
                 "workers=. A state of another number of workers is carried over by "
                 "jaxsparse.reshard(state, mesh)"
             )
+    if workers > 1 and RUNNING.get() is None:  # or `jaxsparse.check` reads the whole chain
+        check_front(updates, params)
 
 
 def check_extra_args(updates: Any, extra_args: Mapping[str, Any]) -> None:
@@ -192,8 +194,6 @@ def check_extra_args(updates: Any, extra_args: Mapping[str, Any]) -> None:
                 "it: means, kept = exchange.update(grads, kept, params), and then "
                 "optimizer.update(means, state, params, grad=means, ...)"
             )
-    if workers > 1 and RUNNING.get() is None:  # or `jaxsparse.check` reads the whole chain
-        check_front(updates, params)
 
 
 def _split_unreduced(gradients: Any, axis_name: str | None) -> Any:
