@@ -104,7 +104,7 @@ if VARIANT == "tokens":
     averaged = means
 
     def means(value, grads):
-        tokens = value[1]["total_weights"]
+        tokens = value[1][0]["total_weights"]
         sums = lambda x: jax.vmap(jnp.multiply)(x, tokens)  # MaxText divides by a worker's own
         loss, grads = jaxsparse.mean_of(jax.tree.map(sums, (value[0], grads)), tokens)
         return averaged((loss, value[1]), grads)
