@@ -179,6 +179,18 @@ def by_hand(summed):
 
 SUMS = {
     "outside": lambda where, f: lambda w, x: jnp.mean((x @ f(w["a"])) ** 2),
+    "in pieces": lambda where, f: (
+        lambda w, x: jnp.mean(
+            (
+                x
+                @ jnp.concatenate(
+                    [f(half) for half in jnp.split(jnp.stack([w["a"]] * 2)[0], 2, 1)], 1
+                )
+            )
+            ** 2
+        )
+    ),
+    "behind weights": lambda where, f: lambda w, x: jnp.mean((x @ f(w["a"] @ w["b"])) ** 2),
     "in a scan": lambda where, f: (
         lambda w, x: jnp.mean(
             lax.scan(lambda h, _: (jnp.tanh(h @ f(w["a"]) @ w["b"]), None), x, None, length=2)[0]

@@ -255,10 +255,11 @@ def _check_named(
 
 # What hands a gradient on as it is.
 _HANDS_ON = {
-    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice",
-    "dynamic_update_slice", "enter_worker", "leave_worker", "names_workers", "neg",
-    "optimization_barrier", "pad", "pcast", "pvary", "reduce_sum", "reshape", "scatter-add",
-    "select_n", "sharding_constraint", "slice", "squeeze", "transpose",
+    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "dynamic_slice",
+    "dynamic_update_slice", "enter_worker", "expand_dims", "gather", "leave_worker",
+    "names_workers", "neg", "optimization_barrier", "pad", "pcast", "pvary", "reduce_sum",
+    "reshape", "rev", "scatter-add", "select_n", "sharding_constraint", "slice", "split",
+    "squeeze", "stack", "transpose", "unstack",
 }  # fmt: skip
 _MULTIPLIES = {"mul", "div", "dot_general"}
 _ADDS = {"add_any", "add", "sub"}
