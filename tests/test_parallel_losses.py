@@ -78,6 +78,7 @@ ALL = [
     for named in (False, True)
     for checked in (False, True)
     for known in (False, True)
+    if shape == (4, 2) or known == (named == checked)
 ]
 # The usual form of trainers, and what was wrong in silence.
 USUAL = [((4, 2), True, True, False), ((4, 2), False, False, True)]
