@@ -241,7 +241,10 @@ def test_what_is_whole_on_each_worker_is_not_cut_over_workers():
         check_vma=False,
     )
     params, x = put(where, 4)
-    for wrong in (loss, lambda w, x: jnp.mean(expert(x, jnp.sin(w["a"].reshape(16, 8))) ** 2)):
+    of_expert = lambda w, x: jnp.mean(expert(x, jnp.sin(w["a"].reshape(16, 8))) ** 2)
+    by_keys = lambda w, x: jnp.mean(expert(x @ w["a"][:, :8], jnp.ones((24, 8))) ** 2)
+    in_cond = lambda w, x: lax.cond(x.sum() > 0, of_expert, lambda w, x: x.sum(), w, x)
+    for wrong in (loss, of_expert, by_keys, in_cond):
         with pytest.raises(ValueError, match=words.replace(r"\(8, 16", r"\(\d+, \d+")):
             jaxsparse.grad(wrong, mesh=where)(params, x)
     scaled = optax.stateless(lambda u, _: jax.tree.map(lambda g: g / norm(where)(g), u))
@@ -249,6 +252,32 @@ def test_what_is_whole_on_each_worker_is_not_cut_over_workers():
     grads = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), {"a": params["a"]})
     with pytest.raises(ValueError, match=words):
         tx.update(grads, jaxsparse.shard(tx.init({"a": params["a"]}), where), {"a": params["a"]})
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_negatives_of_other_workers(checked):
+    """The cotangent of what is gathered is scattered: a bias before it has no sum by hand."""
+    where = mesh_of((4, 2))
+
+    def loss(w, x, gather=None):
+        z = x @ w["a"] + w["c"]
+        gather = gather or (lambda z: lax.all_gather(z, "data", tiled=True))
+        return jnp.mean((jnp.sin(z) @ gather(z).T) ** 2)
+
+    spec = P("data")
+    gather = jax.shard_map(
+        lambda z: lax.all_gather(z, "data", tiled=True),
+        mesh=where,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=checked,
+    )
+    params, x = put(where, 4)
+    c = np.ones((1, forms.HIDDEN), np.float32)
+    plain = jax.vmap(jax.value_and_grad(loss), (None, 0), axis_name="data")
+    right = plain({**forms.W, "c": c}, forms.inputs(4).reshape(4, -1, 8))
+    mapped = lambda w, x: loss(w, x, gather)
+    check(jaxsparse.value_and_grad(mapped, mesh=where)({**params, "c": c}, x), right)
 
 
 CLOSED = {

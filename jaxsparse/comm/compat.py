@@ -204,13 +204,17 @@ def place_and_call(equation: Any) -> str:
 
 def place() -> str:
     """Where the user's code is that is traced now, as "file:line (function)"."""
-    return summarize(current())
+    return summarize(current()) or _own_place(traceback.extract_stack())
 
 
 def place_of_error(error: BaseException) -> str:
     """Where the user's code is that raised an error inside JAX, as "file:line (function)"."""
+    return _own_place(traceback.extract_tb(error.__traceback__))
+
+
+def _own_place(frames: traceback.StackSummary) -> str:
+    """The last frame that is neither JAX's nor ours. An inner jit keeps no other place."""
     hidden = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
-    frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(hidden)]
     return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else "unknown place"
 

@@ -40,7 +40,8 @@ class Tracing:
         typed: in which bodies values are typed as varying over the axis, where types are checked.
         is_simulated: whether workers are simulated, so that a mesh is each worker's own.
         mesh: the mesh in context before the workers' axis was made manual, if it was.
-        named: which of the `in_specs` that JAX read last name the axis. None: they were used.
+        named: the dimensions that the `in_specs` that JAX read last cut over the axis, None where
+            none. None: they were used.
         has_named: whether there was a `shard_map` with checked types that names the axis.
         places: where shard_maps that name the axis are.
         is_made: whether the `out_specs` that JAX read last name the axis.
@@ -50,7 +51,7 @@ class Tracing:
     typed: Typed
     is_simulated: bool
     mesh: Any
-    named: list[bool] | None = None
+    named: list[int | None] | None = None
     has_named: bool = False
     places: list[str] = dataclasses.field(default_factory=list)
     is_made: bool = False
@@ -163,7 +164,7 @@ def _spread(original: Callable[..., Any], prefix: Any, tree: Any, *args: Any, **
     if tracing is None:
         return specs
     if kwargs:  # of arguments: those of results take no keyword, and static ones have no spec
-        tracing.named = [names(spec, tracing.axis_name) for spec in specs if spec is not None]
+        tracing.named = [_cut(spec, tracing.axis_name) for spec in specs if spec is not None]
     else:
         tracing.is_made = any(names(spec, tracing.axis_name) for spec in specs)
     return [without(spec, tracing.axis_name) for spec in specs]
@@ -189,12 +190,14 @@ def _bound(
         axis, context = tracing.axis_name, jax.sharding.get_abstract_mesh()
         named, tracing.named = tracing.named, None
         is_called = named is not None  # by a user, and not by JAX's own rules
-        is_named = any(named or ())
+        is_named = any(at is not None for at in named or ())
         if is_named:
             tracing.places.append(place)
             tracing.has_named |= check_vma
-            mark = lambda x, yes: _mark.bind(x, place=place) if yes else x
-            args = tuple(map(mark, args, named or ()))
+            args = tuple(
+                x if at is None else _mark.bind(x, place=place, rows=jnp.shape(x)[at])
+                for x, at in zip(args, named or ())
+            )
         body = subfuns[0]
         if is_called:
             body = functools.partial(_run, body, tracing, place, is_named)
@@ -267,8 +270,14 @@ def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> 
 
 def names(spec: Any, axis_name: str) -> bool:
     """Whether a partition names the axis."""
+    return _cut(spec, axis_name) is not None
+
+
+def _cut(spec: Any, axis_name: str) -> int | None:
+    """The dimension that a partition cuts over the axis."""
     parts = spec if isinstance(spec, PartitionSpec) else ()
-    return any(axis_name == part or axis_name in (part or ()) for part in parts)
+    is_cut = (axis_name == part or axis_name in (part or ()) for part in parts)
+    return next((i for i, yes in enumerate(is_cut) if yes), None)
 
 
 def without(spec: Any, axis_name: str) -> Any:
@@ -296,9 +305,10 @@ def _identity(name: str, type_of: Callable[..., Any]) -> Primitive:
     return primitive
 
 
-# Marks an argument whose spec names the axis, with the place of its shard_map.
-_mark = _identity(MARK := "names_workers", lambda aval, *, place: aval)
-ad.deflinear2(_mark, lambda ct, _, *, place: [ct])
+# Marks an argument whose spec names the axis, with the place of its shard_map and the size of the
+# dimension that is cut.
+_mark = _identity(MARK := "names_workers", lambda aval, *, place, rows: aval)
+ad.deflinear2(_mark, lambda ct, _, *, place, rows: [ct])
 
 # Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
 # JAX's own cast to varying would sum them over workers.

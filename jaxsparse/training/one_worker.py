@@ -10,7 +10,7 @@ A gradient is traced as a whole, and mapped over workers afterwards, so that JAX
 """
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -207,8 +207,10 @@ def _reached(program: Jaxpr, given: Sequence[bool]) -> set[Any]:
 def check_named(program: Jaxpr, roles: Sequence[tuple[bool, bool]], axis_name: str) -> None:
     """Raises ValueError if a `shard_map` cuts over workers what is whole on each of them.
 
-    That is a value of weights alone. A body would take all of it for a part. Where nothing is of a
-    batch, it may cut values that it only maps: there it is one that uses the axis inside.
+    A body would take all of it for a part. Such is a value of weights alone, and one of neither
+    weights nor a batch, such as keys, whose dimension has another size than those of batches that
+    are cut. Where nothing is of a batch, a body may cut what it only maps: there it is one that
+    uses the axis inside.
 
     Args:
         program: what `trace` returned.
@@ -216,41 +218,46 @@ def check_named(program: Jaxpr, roles: Sequence[tuple[bool, bool]], axis_name: s
         axis_name: the axis of the workers.
     """
     of_batch, of_weights = zip(*roles)
+    marks = list(_marks(program, of_batch, of_weights))
+    rows = {mark.params["rows"] for mark, is_batch, _ in marks if is_batch}
+    shapes = [getattr(x.aval, "shape", ()) for x in program.invars]
+    rows |= {shape[0] for shape, yes in zip(shapes, of_batch) if yes and shape}
     users = {
         compat.place_of(e)
         for e in _equations(program)
         if e.primitive.name == "shard_map" and uses(e.params["jaxpr"], axis_name)
     }
-    _check_named(program, of_batch, of_weights, axis_name, None if any(of_batch) else users)
+    for mark, is_batch, is_weight in marks:
+        place, own = mark.params["place"], mark.params["rows"]
+        is_rows = is_batch or (not is_weight and own in rows)
+        is_mapped = users.isdisjoint({place, ""})  # an inner jit keeps no place
+        if not (is_rows if any(of_batch) else is_mapped):
+            shape = getattr(mark.outvars[0].aval, "shape", ())
+            raise ValueError(
+                f"the jax.shard_map at {place} cuts a value of shape {shape} "
+                f"that is of no batch over the workers' axis {axis_name!r}. Each worker has all of "
+                "it: leave the axis out of that spec, and out of sums inside. A worker's own part "
+                f"is x[jax.lax.axis_index({axis_name!r})], and rows of a batch can be made inside"
+            )
 
 
-def _check_named(
-    program: Jaxpr,
-    of_batch: Sequence[bool],
-    of_weights: Sequence[bool],
-    axis_name: str,
-    users: Container[str] | None,
-) -> None:
+def _marks(
+    program: Jaxpr, of_batch: Sequence[bool], of_weights: Sequence[bool]
+) -> Iterator[tuple[Any, bool, bool]]:
+    """Marks of arguments whose specs name the axis: are they of a batch, are they of weights?"""
     batch, weights = _reached(program, of_batch), _reached(program, of_weights)
     is_in = lambda var, found: not hasattr(var, "val") and var in found
     for equation in program.eqns:
-        inputs = equation.invars
-        if equation.primitive.name == shard_maps.MARK:
-            is_whole = is_in(inputs[0], weights) and not is_in(inputs[0], batch)
-            place = equation.params["place"]
-            shape = getattr(inputs[0].aval, "shape", ())
-            if is_whole and (users is None or place in users):
-                raise ValueError(
-                    f"the jax.shard_map at {place} cuts a value of shape {shape} "
-                    f"that is of no batch over the workers' axis {axis_name!r}. Each worker has "
-                    "all of it: leave the axis out of that spec, and out of sums inside"
-                )
-        if equation.primitive.name == "shard_map":
+        name, inputs = equation.primitive.name, equation.invars
+        if name == shard_maps.MARK:
+            yield equation, is_in(inputs[0], batch), is_in(inputs[0], weights)
+        if name == "shard_map":
             continue
         for inner in compat.inner_programs(equation.params):
-            if len(inner.invars) == len(inputs):
-                of_both = [[is_in(var, found) for var in inputs] for found in (batch, weights)]
-                _check_named(inner, of_both[0], of_both[1], axis_name, users)
+            given = inputs[1:] if name == "cond" else inputs
+            if len(inner.invars) == len(given):
+                flags = [[is_in(var, found) for var in given] for found in (batch, weights)]
+                yield from _marks(inner, flags[0], flags[1])
 
 
 # What hands a gradient on as it is.
@@ -263,7 +270,7 @@ _HANDS_ON = {
 }  # fmt: skip
 _MULTIPLIES = {"mul", "div", "dot_general"}
 _ADDS = {"add_any", "add", "sub"}
-_SUMS = {"psum", "psum_invariant", "reduce_scatter"}
+_SUMS = {"psum", "psum_invariant"}
 
 
 def sum_over_workers(program: Jaxpr, output: int, axis_name: str, of_batch: Sequence[bool]) -> Any:
