@@ -280,7 +280,10 @@ def sum_over_workers(program: Jaxpr, output: int, axis_name: str, of_batch: Sequ
     sum nothing multiplies by values of the batch: a mean over workers in the loss has such behind
     it, or is taken off what it is the mean of.
     """
-    return _Backward(program, axis_name, of_batch).find(program.outvars[output])
+    try:
+        return _Backward(program, axis_name, of_batch).find(program.outvars[output])
+    except RecursionError:  # a weight of hundreds of unrolled layers: it is not followed
+        return None
 
 
 class _Backward:
