@@ -231,7 +231,7 @@ def norm(where):
 
 def test_what_is_whole_on_each_worker_is_not_cut_over_workers():
     where = mesh_of((4, 2))
-    words = r"shard_map at .*losses.py:\d+.* cuts a value of shape \(8, 16\) that is of no batch"
+    words = r"shard_map at .*losses.py:\d+.* cuts a value of shape \(8, 16\)"
     loss = lambda w, x: jnp.mean((x @ w["a"]) ** 2) + norm(where)(w["a"])
     expert = jax.shard_map(  # each device has one
         lambda x, e: x * e[:1],
@@ -252,6 +252,75 @@ def test_what_is_whole_on_each_worker_is_not_cut_over_workers():
     grads = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), {"a": params["a"]})
     with pytest.raises(ValueError, match=words):
         tx.update(grads, jaxsparse.shard(tx.init({"a": params["a"]}), where), {"a": params["a"]})
+
+
+def cut(body, where, cuts, makes):
+    """A shard_map over workers, with the specs of its two arguments and of its result."""
+    return jax.shard_map(body, mesh=where, in_specs=cuts, out_specs=makes, check_vma=False)
+
+
+def by_statistic(where, w, x):
+    """Experts of all workers, scaled by what a worker's batch says."""
+    scaled = w["b"].reshape(4, 32) / jnp.std(x)
+    return cut(lambda x, e: x * e[:, :1].sum(), where, (P("data"), P("data")), P("data"))(x, scaled)
+
+
+def by_sequence(where, w, x):
+    """A ring over workers: a worker has its own rows alone, and their sequences whole."""
+    ring = lambda x, y: x + lax.ppermute(y, "data", [(i, (i + 1) % 4) for i in range(4)])
+    spec = P(None, "data")
+    return cut(ring, where, (spec, spec), spec)(x, jnp.tanh(x))
+
+
+def by_loop(where, w, x):
+    """Weights cut in a loop, where no program outside of it tells that they are weights."""
+    part = cut(lambda x, e: x * e.sum(), where, (P("data"), P("data")), P("data"))
+    more = lambda c: (part(c[0], lax.stop_gradient(w["b"])), c[1] + 1)
+    return lax.stop_gradient(lax.while_loop(lambda c: c[1] < 2, more, (x, 0))[0])
+
+
+def of_devices(where, w, x):
+    """Each device's mean: one entry a worker here, and W of them under jax.jit."""
+    return cut(lambda x, y: (x * y).mean()[None], where, (P("data"), P("data")), P("data"))(x, x)
+
+
+def of_known_size(where, w, x):
+    return cut(jnp.add, where, (P("data"), P("data")), P("data"))(x, jnp.ones((4, 8)))
+
+
+NO_ROWS = {
+    by_statistic: r"cuts a value of shape \(4, 32\) over the workers' axis 'data', where it has 4",
+    by_sequence: r"cuts a value of shape \(4, 8\) over the workers' axis 'data', where it has 8",
+    by_loop: r"cuts a value of shape \(16, 8\) over the workers' axis 'data', where it has 16",
+    of_devices: r"makes a value of shape \(1,\) .* return an entry for each row, or jax.lax.pmean",
+    of_known_size: r"whether these are a worker's rows can't be told. .* twice the rows",
+}
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [*((made, AxisType.Auto) for made in NO_ROWS), (of_devices, AxisType.Explicit)],
+)
+def test_what_is_cut_over_workers_grows_with_the_batch(made, kind):
+    where = mesh_of((4, 2), kind)
+    loss = lambda w, x: jnp.sum(made(where, w, x) ** 2) + jnp.sum(w["a"])
+    with pytest.raises(ValueError, match=r"shard_map at .*losses.py:\d+.*" + NO_ROWS[made]):
+        jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+def test_weights_that_are_spread_over_rows():
+    where = mesh_of((4, 2))
+    add = cut(
+        lambda x, bias: jnp.tanh(x + bias),
+        where,
+        (P("data", "tp"), P("data", "tp")),
+        P("data", "tp"),
+    )
+    spread = lambda f: lambda w, x: jnp.mean(f(x, jnp.broadcast_to(w["b"][0], x.shape)) ** 2)
+    params, x = put(where, 4)
+    found = jaxsparse.value_and_grad(spread(add), mesh=where)(params, x)
+    plain = jax.value_and_grad(spread(lambda x, bias: jnp.tanh(x + bias)))
+    check(found, jax.vmap(plain, (None, 0))(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 
 @pytest.mark.parametrize("checked", [False, True])

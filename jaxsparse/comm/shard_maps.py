@@ -44,7 +44,7 @@ class Tracing:
             none. None: they were used.
         has_named: whether there was a `shard_map` with checked types that names the axis.
         places: where shard_maps that name the axis are.
-        is_made: whether the `out_specs` that JAX read last name the axis.
+        made: the dimensions that the `out_specs` that JAX read last cut over the axis.
     """
 
     axis_name: str
@@ -54,7 +54,7 @@ class Tracing:
     named: list[int | None] | None = None
     has_named: bool = False
     places: list[str] = dataclasses.field(default_factory=list)
-    is_made: bool = False
+    made: list[int | None] = dataclasses.field(default_factory=list)
 
 
 _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
@@ -166,7 +166,7 @@ def _spread(original: Callable[..., Any], prefix: Any, tree: Any, *args: Any, **
     if kwargs:  # of arguments: those of results take no keyword, and static ones have no spec
         tracing.named = [_cut(spec, tracing.axis_name) for spec in specs if spec is not None]
     else:
-        tracing.is_made = any(names(spec, tracing.axis_name) for spec in specs)
+        tracing.made = [_cut(spec, tracing.axis_name) for spec in specs]
     return [without(spec, tracing.axis_name) for spec in specs]
 
 
@@ -184,7 +184,7 @@ def _bound(
     Where types are checked, the worker's values have to differ by type from other workers', or JAX
     would sum cotangents over workers.
     """
-    tracing = _TRACING.get()
+    tracing, made = _TRACING.get(), list[int | None]()
     place = compat.place() if tracing is not None else ""
     if tracing is not None and tracing.axis_name in mesh.axis_names:
         axis, context = tracing.axis_name, jax.sharding.get_abstract_mesh()
@@ -194,13 +194,10 @@ def _bound(
         if is_named:
             tracing.places.append(place)
             tracing.has_named |= check_vma
-            args = tuple(
-                x if at is None else _mark.bind(x, place=place, rows=jnp.shape(x)[at])
-                for x, at in zip(args, named or ())
-            )
+            args = tuple(_marked(x, at, place, "cuts") for x, at in zip(args, named or ()))
         body = subfuns[0]
         if is_called:
-            body = functools.partial(_run, body, tracing, place, is_named)
+            body = functools.partial(_run, body, tracing, place, is_named, made)
         if tracing.is_simulated:
             _check_size(mesh, axis, place)
             newly_manual_axes -= {axis}  # of size 1: inside, the axis is that of the workers
@@ -213,7 +210,7 @@ def _bound(
                 body = functools.partial(_typed, body, axis, place)
         subfuns = (body,)
     try:
-        return original(
+        found: Any = original(
             *args,
             subfuns=subfuns,
             mesh=mesh,
@@ -221,6 +218,8 @@ def _bound(
             newly_manual_axes=newly_manual_axes,
             **params,
         )
+        dims = iter(made)
+        return found.map(lambda x: _marked(x, next(dims), place, "makes")) if made else found
     except (AssertionError, ValueError) as error:
         if tracing is None or not (check_vma and tracing.is_simulated):
             raise
@@ -241,15 +240,29 @@ def _check_size(mesh: Any, axis_name: str, place: str) -> None:
         )
 
 
-def _run(body: Callable[..., Any], tracing: Tracing, place: str, is_named: bool, *args: Any) -> Any:
+def _run(
+    body: Callable[..., Any],
+    tracing: Tracing,
+    place: str,
+    is_named: bool,
+    made: list[int | None],
+    *args: Any,
+) -> Any:
     found = body(*args)
-    if tracing.is_made and not is_named:
+    made[:] = tracing.made
+    if any(at is not None for at in made) and not is_named:
         raise ValueError(
             f"the jax.shard_map at {place} names the workers' axis {tracing.axis_name!r} in its "
             "out_specs alone. What a device makes may be a W-th of one worker's rows, or all of "
             "them: leave the axis out of out_specs, and make all of a worker's rows"
         )
     return found
+
+
+def _marked(x: Any, dim: int | None, place: str, verb: str) -> Any:
+    if dim is None:
+        return x
+    return _mark.bind(x, place=place, verb=verb, rows=jnp.shape(x)[dim])
 
 
 def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> Any:
@@ -305,10 +318,10 @@ def _identity(name: str, type_of: Callable[..., Any]) -> Primitive:
     return primitive
 
 
-# Marks an argument whose spec names the axis, with the place of its shard_map and the size of the
-# dimension that is cut.
-_mark = _identity(MARK := "names_workers", lambda aval, *, place, rows: aval)
-ad.deflinear2(_mark, lambda ct, _, *, place, rows: [ct])
+# Marks an argument or a result whose spec names the axis, with the place of its shard_map, what
+# that does, and the size of the dimension that is cut.
+_mark = _identity(MARK := "names_workers", lambda aval, **_: aval)
+ad.deflinear2(_mark, lambda ct, _, **__: [ct])
 
 # Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
 # JAX's own cast to varying would sum them over workers.

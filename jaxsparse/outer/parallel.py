@@ -78,12 +78,8 @@ def run_on_workers(
         # Where axes are left to JAX, partitions are of this mesh, as in a jax.shard_map.
         with running(Running(whole, axis_name)), context_of(whole if inner else None):
             if has_model:
-                is_weight = lambda x, own: own and jnp.issubdtype(x.dtype, jnp.inexact)
-                roles = [
-                    (path[0].idx in batches, is_weight(x, own))
-                    for (path, x), own in zip(flat, is_own)
-                ]
-                run = on_workers(body, workers, whole, axis_name, is_split, roles)
+                of_batch = [path[0].idx in batches for path, _ in flat]
+                run = on_workers(body, workers, whole, axis_name, is_split, of_batch)
             elif whole is None or (inner and AxisType.Explicit not in kinds.values()):
                 run = run_mapped(body, workers, whole, axis_name, is_split)
             else:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -117,8 +117,6 @@ def value_and_grad(
         treedef: Any
         flat, treedef = tree_flatten_with_path(given)
         is_split = [path[0].idx == 0 and path[1].idx in split for path, _ in flat]
-        numbers = {i % len(args) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
-        is_weight = [path[0].idx == 0 and path[1].idx in numbers for path, _ in flat]
         outputs: Any = None
         names: list[str] = []
 
@@ -151,8 +149,7 @@ def value_and_grad(
                         "gradient is its own here, so leave that sum out of a custom derivative"
                     )
 
-        roles = [(split, not split and weight) for split, weight in zip(is_split, is_weight)]
-        each = on_workers(one, count, found, axis_name, is_split, roles, check)
+        each = on_workers(one, count, found, axis_name, is_split, is_split, check)
         made, _ = each(*(x for _, x in flat))
         value, grads = outputs.unflatten(made)
         return value, marked(grads)
@@ -216,12 +213,12 @@ def on_workers(
     mesh: AnyMesh | None,
     axis_name: str,
     is_split: list[bool],
-    roles: list[tuple[bool, bool]],
+    of_batch: list[bool],
     check: Callable[[Jaxpr], None] | None = None,
 ) -> Callable[..., OwnAndEqual]:
     """`one`, which has a model inside, on all workers. See `run_mapped`.
 
-    `roles` tells of each array whether it is of a batch, and whether it is of weights.
+    `of_batch` tells of each array whether it is of a batch. A worker's own state is split, too.
 
     On a mesh without other axes, and without an operation that has a mesh, it runs as it is, and a
     `jax.lax.cond` takes one of its branches. Otherwise it is mapped, so that JAX places all but the
@@ -232,12 +229,18 @@ def on_workers(
     def traced_inside(*leaves: Any) -> OwnAndEqual:
         flat, count = _flat(one)
         around = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-        with (
-            shard_maps.leave_out(axis_name, mesh=around),
-            one_worker.told_of_explicit(mesh, axis_name),
-        ):
-            program = jax.make_jaxpr(flat)(*leaves)
-        one_worker.check_named(program.jaxpr, roles, axis_name)
+
+        def trace(types: Sequence[Any]) -> ClosedJaxpr:
+            with (
+                shard_maps.leave_out(axis_name, mesh=around),
+                one_worker.told_of_explicit(mesh, axis_name),
+            ):
+                return jax.make_jaxpr(flat)(*types)
+
+        program = trace(leaves)
+        one_worker.check_named(
+            program.jaxpr, of_batch, axis_name, [*map(jax.typeof, leaves)], trace
+        )
         if check is not None:
             check(program.jaxpr)
         program = rewritten(program, axis_name, mesh, workers, False, bool(inner))
@@ -246,7 +249,7 @@ def on_workers(
 
     def run(*leaves: Any) -> OwnAndEqual:
         flat, count = _flat(one)
-        shapes = [
+        types = [
             jax.ShapeDtypeStruct(
                 (x.shape[0] // workers, *x.shape[1:]) if yes else x.shape,
                 x.dtype,
@@ -254,8 +257,9 @@ def on_workers(
             )
             for x, yes in zip(map(jax.typeof, leaves), is_split)
         ]
-        program = one_worker.trace(flat, shapes, axis_name, workers, mesh is not None)
-        one_worker.check_named(program.jaxpr, roles, axis_name)
+        trace = lambda types: one_worker.trace(flat, types, axis_name, workers, mesh is not None)
+        program = trace(types)
+        one_worker.check_named(program.jaxpr, of_batch, axis_name, types, trace)
         if check is not None:
             check(program.jaxpr)
         is_mapped = mesh is None or bool(inner) or one_worker.knows_mesh(program.jaxpr)
@@ -386,4 +390,5 @@ def run_manually(
     )
     if AxisType.Explicit not in mesh.axis_types:
         return mapped
-    return lambda *leaves: mapped(*map(typed, leaves, is_split))
+    compiled = jax.jit(mapped)  # JAX runs no manual program on Explicit axes as it is read
+    return lambda *leaves: compiled(*map(typed, leaves, is_split))

@@ -204,60 +204,78 @@ def _reached(program: Jaxpr, given: Sequence[bool]) -> set[Any]:
     return found
 
 
-def check_named(program: Jaxpr, roles: Sequence[tuple[bool, bool]], axis_name: str) -> None:
-    """Raises ValueError if a `shard_map` cuts over workers what is whole on each of them.
+def check_named(
+    program: Jaxpr,
+    of_batch: Sequence[bool],
+    axis_name: str,
+    types: Sequence[Any],
+    trace: Callable[[list[Any]], ClosedJaxpr],
+) -> None:
+    """Raises ValueError if a `shard_map` cuts over workers what is not a worker's rows.
 
-    A body would take all of it for a part. Such is a value of weights alone, and one of neither
-    weights nor a batch, such as keys, whose dimension has another size than those of batches that
-    are cut. Where nothing is of a batch, a body may cut what it only maps: there it is one that
+    A body would take all of it for a part: of weights, of keys, of a sequence. A result may be a
+    device's own sum. Rows are what grows with the batch, so the function is traced with twice the
+    rows, too. Where nothing is of a batch, a body may cut what it only maps: there it is one that
     uses the axis inside.
 
     Args:
         program: what `trace` returned.
-        roles: of each argument, whether it is of a batch, and whether it is of weights.
+        of_batch: of each argument, whether it is of a batch.
         axis_name: the axis of the workers.
+        types: the types of the arguments.
+        trace: traces the function with other types.
     """
-    of_batch, of_weights = zip(*roles)
-    marks = list(_marks(program, of_batch, of_weights))
-    rows = {mark.params["rows"] for mark, is_batch, _ in marks if is_batch}
-    shapes = [getattr(x.aval, "shape", ()) for x in program.invars]
-    rows |= {shape[0] for shape, yes in zip(shapes, of_batch) if yes and shape}
-    users = {
-        compat.place_of(e)
-        for e in _equations(program)
-        if e.primitive.name == "shard_map" and uses(e.params["jaxpr"], axis_name)
-    }
-    for mark, is_batch, is_weight in marks:
-        place, own = mark.params["place"], mark.params["rows"]
-        is_rows = is_batch or (not is_weight and own in rows)
-        is_mapped = users.isdisjoint({place, ""})  # an inner jit keeps no place
-        if not (is_rows if any(of_batch) else is_mapped):
-            shape = getattr(mark.outvars[0].aval, "shape", ())
+    if not (marks := _marks(program)):
+        return
+    if not any(of_batch):
+        users = {
+            compat.place_of(e)
+            for e in _equations(program)
+            if e.primitive.name == "shard_map" and uses(e.params["jaxpr"], axis_name)
+        }
+        wrong = [m for m in marks if m.params["place"] in users | {""}]  # an inner jit keeps none
+    else:
+        twice = lambda x: x.update(shape=(2 * x.shape[0], *x.shape[1:]))
+        try:
+            more = _marks(trace([twice(x) if yes else x for x, yes in zip(types, of_batch)]).jaxpr)
+            pairs = zip(marks, more, strict=True)
+            wrong = [m for m, other in pairs if m.params["rows"] >= other.params["rows"]]
+        except Exception as error:
             raise ValueError(
-                f"the jax.shard_map at {place} cuts a value of shape {shape} "
-                f"that is of no batch over the workers' axis {axis_name!r}. Each worker has all of "
-                "it: leave the axis out of that spec, and out of sums inside. A worker's own part "
-                f"is x[jax.lax.axis_index({axis_name!r})], and rows of a batch can be made inside"
-            )
+                f"{_told(marks[0], axis_name)} and whether these are a worker's rows can't be "
+                "told. The function was traced with twice the rows of the batch, and that raised "
+                f"{type(error).__name__}: {error}. Take the numbers of rows from shapes, or leave "
+                f"{axis_name!r} out of that spec"
+            ) from error
+    if not wrong:
+        return
+    if wrong[0].params["verb"] == "makes":
+        fix = (
+            "What a device makes may be a W-th of all, or all: return an entry for each row, or "
+            f"jax.lax.pmean(x, {axis_name!r}) and leave the axis out of that spec"
+        )
+    else:
+        fix = (
+            "Each worker has all of it: leave the axis out of that spec, and out of sums inside. A "
+            f"worker's own part is x[jax.lax.axis_index({axis_name!r})], and rows of a batch can "
+            "be made inside"
+        )
+    raise ValueError(
+        f"{_told(wrong[0], axis_name)} and these are no rows of a worker's batch. {fix}"
+    )
 
 
-def _marks(
-    program: Jaxpr, of_batch: Sequence[bool], of_weights: Sequence[bool]
-) -> Iterator[tuple[Any, bool, bool]]:
-    """Marks of arguments whose specs name the axis: are they of a batch, are they of weights?"""
-    batch, weights = _reached(program, of_batch), _reached(program, of_weights)
-    is_in = lambda var, found: not hasattr(var, "val") and var in found
-    for equation in program.eqns:
-        name, inputs = equation.primitive.name, equation.invars
-        if name == shard_maps.MARK:
-            yield equation, is_in(inputs[0], batch), is_in(inputs[0], weights)
-        if name == "shard_map":
-            continue
-        for inner in compat.inner_programs(equation.params):
-            given = inputs[1:] if name == "cond" else inputs
-            if len(inner.invars) == len(given):
-                flags = [[is_in(var, found) for var in given] for found in (batch, weights)]
-                yield from _marks(inner, flags[0], flags[1])
+def _told(mark: Any, axis_name: str) -> str:
+    shape = getattr(mark.outvars[0].aval, "shape", ())
+    return (
+        f"the jax.shard_map at {mark.params['place']} {mark.params['verb']} a value of shape "
+        f"{shape} over the workers' axis {axis_name!r}, where it has {mark.params['rows']} entries,"
+    )
+
+
+def _marks(program: Jaxpr) -> list[Any]:
+    """Marks of arguments whose specs name the axis of the workers, in the program's order."""
+    return [e for e in _equations(program) if e.primitive.name == shard_maps.MARK]
 
 
 # What hands a gradient on as it is.

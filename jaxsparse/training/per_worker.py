@@ -143,10 +143,10 @@ def per_worker(
             return made, []
 
         is_split = [True] * len(own) + [False] * len(equal)
-        roles = [(False, True)] * len(is_split)
         with jax.named_scope(meshes.OWN_SCOPE):
             assert axis_name is not None  # where it is None it is bound
-            made, _ = on_workers(each, count, found, axis_name, is_split, roles)(*own, *equal)
+            of_batch = [False] * len(is_split)
+            made, _ = on_workers(each, count, found, axis_name, is_split, of_batch)(*own, *equal)
         delivered, after = outputs.unflatten(made)
         return marked(delivered), jax.tree.map(PerWorker, after)
 
