@@ -116,6 +116,19 @@ def test_a_loss_that_closes_over_rows_is_refused(where):
     np.testing.assert_allclose(grads.mean(0), jax.grad(table)(W, X), rtol=1e-5)
 
 
+def test_steps_of_local_steps_that_get_rows_whole_are_refused():
+    """Closed over, or as a further argument of a later call."""
+    moved = lambda w, x, weights: w - 0.1 * jax.grad(loss)(w, x, weights)
+    run = lambda step: jaxsparse.LocalSteps(step, jaxsparse.dense(), optax.sgd(1.0), 3, every=2)
+    train = run(lambda state, x: ((moved(state[0], x, WEIGHTS),), 0.0))
+    with pytest.raises(ValueError, match=r"shape \(3, 5\).*give it another shape, as x\[None\]"):
+        train((W,), X)
+    train = run(lambda state, x, weights: ((moved(state[0], x, weights),), 0.0))
+    state, _ = train((W,), X, None, WEIGHTS[1:2])
+    with pytest.raises(ValueError, match=r"rest\[0\] of shape \(3, 5\) has as many rows"):
+        train(state, X, None, WEIGHTS)
+
+
 def test_flags_and_names_stay_pythons():
     """As under `jax.value_and_grad`, whose place it takes."""
 

@@ -52,6 +52,11 @@ def by(tx):
     return lambda grads: tx.update(grads, tx.init(START), START)[0]
 
 
+def of_cube(f):
+    """Changes the part of a gradient that has the workers' number along all axes."""
+    return lambda g: {**g, "w": g["w"].at[:, :WORKERS, :WORKERS].set(f(g["w"][:, :3, :3]))}
+
+
 # What is no worker's own any more.
 MIXED = {
     "norm": by(optax.clip_by_global_norm(0.5)),
@@ -59,6 +64,22 @@ MIXED = {
     "normalized": by(optax.contrib.normalize()),
     "trust ratio": by(optax.scale_by_trust_ratio()),
     "norm of what was laid flat": by(optax.flatten(optax.clip_by_global_norm(0.5))),
+    "flat": by(optax.flatten(optax.scale(1.0))),
+    "diagonal": lambda g: {**g, "w": g["w"].at[jnp.diag_indices(3)].set(0)},
+    "elements of pairs": lambda g: {**g, "w": g["w"].at[np.array([1, 0]), np.array([2, 2])].add(1)},
+    "columns of joined rows": each(
+        lambda x: (x.reshape(-1, 4) - x.reshape(-1, 4).mean(0)).reshape(x.shape)
+    ),
+    "blocks over two workers": lambda g: {
+        **g,
+        "w": (g["w"].reshape(2, 30) / g["w"].reshape(2, 30).max(1, keepdims=True)).reshape(3, 5, 4),
+    },
+    "signs that agree": each(lambda x: jnp.where(jnp.all(x > 0, axis=0), x, 0)),
+    "gate": each(lambda x: jnp.where(jnp.any(x > 0.1), x, 2 * x)),
+    "axes swapped": of_cube(lambda x: jnp.swapaxes(x, 0, 1)),
+    "symmetric": of_cube(lambda x: x + jnp.swapaxes(x, 0, 1)),
+    "product from the left": of_cube(lambda x: jnp.dot(jnp.ones((3, 3)), x)),
+    "norms of rows, not kept": of_cube(lambda x: x / jnp.linalg.norm(x, axis=-1)),
     "masked norm": by(optax.masked(optax.clip_by_block_rms(0.5), {"w": True, "b": False})),
     "behind per_worker": lambda g: by(optax.clip_by_global_norm(0.5))(
         by(jaxsparse.per_worker(optax.scale(2.0), workers=WORKERS))(g)
@@ -89,6 +110,14 @@ MIXED = {
 def test_what_mixes_workers_rows_is_refused_where_it_stands(name):
     with pytest.raises(ValueError, match=r"In front of the exchange, the .* at .*per_worker"):
         exchanged(MIXED[name], traced=lambda step: lambda *a: jax.eval_shape(step, *a))
+
+
+def test_rows_along_another_axis_are_refused_where_they_were_moved():
+    start = {"s": jnp.ones(WORKERS)}
+    grads_of = jaxsparse.grad(lambda p, x: jnp.sum(p["s"] * x[:, :3].mean(0)), workers=WORKERS)
+    with pytest.raises(ValueError, match=rf"the transpose at {__file__}:\d+.*gradient\['s'\] were"):
+        exchanged(each(jnp.transpose), grads_of, params=start)
+    exchanged(each(lambda x: x.T.T), grads_of, params=start)
 
 
 def test_the_error_names_the_code_in_front_and_its_call():
@@ -202,7 +231,9 @@ GRADIENTS = {
 } | {
     "inner jit": jax.jit(ROWS),
     "remat": jax.checkpoint(ROWS),
-    "flat and back": lambda p, x: by(optax.flatten(optax.scale(1.0)))(ROWS(p, x)),
+    "joined and back": lambda p, x: each(lambda g: (2 * g.reshape(-1, 2) / 2).reshape(g.shape))(
+        ROWS(p, x)
+    ),
     "if finite": lambda p, x: by(optax.apply_if_finite(optax.identity(), 3))(ROWS(p, x)),
     "no nans": lambda p, x: by(optax.zero_nans())(ROWS(p, x)),
     "barrier": lambda p, x: jax.lax.optimization_barrier(ROWS(p, x)),
@@ -255,6 +286,16 @@ OWN = {
         lambda x: x.astype("bfloat16").astype("f"),
     ),
     "signs": (by(optax.scale_by_sign()), jnp.sign),
+    "blocks of a row": (
+        each(
+            lambda x: (x.reshape(-1, 2) / jnp.abs(x.reshape(-1, 2)).max(1, keepdims=True)).reshape(
+                x.shape
+            )
+        ),
+        lambda x: (x.reshape(-1, 2) / np.abs(x.reshape(-1, 2)).max(1, keepdims=True)).reshape(
+            x.shape
+        ),
+    ),
     "a column": (each(lambda x: x.at[:, 0].set(0)), lambda x: x.at[0].set(0)),
     "columns": (each(lambda x: x[:, ::-1]), lambda x: x[::-1]),
     "singular values": (

@@ -288,7 +288,46 @@ def of_known_size(where, w, x):
     return cut(jnp.add, where, (P("data"), P("data")), P("data"))(x, jnp.ones((4, 8)))
 
 
+def of_tokens(where, w, x):
+    """Sequences end to end, token by token: a part of it has some tokens of each row."""
+    tokens = jnp.transpose((x @ w["a"]).reshape(-1, 8, 2), (1, 0, 2)).reshape(-1, 2)
+    ring = lambda x, y: x + lax.ppermute(y, "data", [(i, (i + 1) % 4) for i in range(4)])
+    return cut(ring, where, (P("data"), P("data")), P("data"))(tokens, tokens)
+
+
+def of_slots(where, w, x):
+    """Slots of experts, which are filled by tokens of all rows."""
+    chosen = jax.nn.one_hot(jnp.argmax(x[:, :4], axis=1), 4)
+    slots = jnp.einsum("be,bd->ebd", chosen, x).reshape(-1, 8)
+    slots = slots - jnp.sort(slots, axis=0)
+    own = lambda x, y: x * jnp.float32(lax.axis_index("data")) + y
+    return cut(own, where, (P("data"), P("data")), P("data"))(slots, slots)
+
+
+def of_all_workers(where, w, x):
+    """Keys of all workers under jax.jit, which a body takes by its rank."""
+    ranked = lambda x, keys: x @ jnp.roll(keys, lax.axis_index("data"), axis=0).T
+    return cut(ranked, where, (P("data"), P()), P("data"))(x, jnp.tanh(x))
+
+
+def of_two_axes(where, w, x):
+    """Weights are cut by a shard_map inside of another one."""
+    inner = jax.shard_map(
+        lambda x, e: x * e[:1, :1],
+        mesh=where, in_specs=(P("data"), P("data")), out_specs=P("data"),
+        axis_names={"data"}, check_vma=False,
+    )  # fmt: skip
+    return jax.shard_map(
+        lambda x, e: inner(x, e),
+        mesh=where, in_specs=(P(), P()), out_specs=P(), axis_names={"tp"}, check_vma=False,
+    )(x, w["b"])  # fmt: skip
+
+
 NO_ROWS = {
+    of_tokens: r"cuts a value of shape \(32, 2\) over the workers' axis 'data', where it has 32",
+    of_slots: r"cuts a value of shape \(16, 8\) over the workers' axis 'data', where it has 16",
+    of_all_workers: r"takes all of a value of shape \(4, 8\) .*grows.*all_gather\(x, 'data'",
+    of_two_axes: r"cuts a value of shape \(16, 8\) over the workers' axis 'data', where it has 16",
     by_statistic: r"cuts a value of shape \(4, 32\) over the workers' axis 'data', where it has 4",
     by_sequence: r"cuts a value of shape \(4, 8\) over the workers' axis 'data', where it has 8",
     by_loop: r"cuts a value of shape \(16, 8\) over the workers' axis 'data', where it has 16",
@@ -306,6 +345,42 @@ def test_what_is_cut_over_workers_grows_with_the_batch(made, kind):
     loss = lambda w, x: jnp.sum(made(where, w, x) ** 2) + jnp.sum(w["a"])
     with pytest.raises(ValueError, match=r"shard_map at .*losses.py:\d+.*" + NO_ROWS[made]):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+def test_where_each_worker_draws_its_batch_a_body_maps_elements():
+    where = mesh_of((4, 2))
+    spec, (params, _) = P("data"), put(where, 4)
+    for body, is_right in ((jnp.tanh, True), (lambda x: x * x[:1], False)):
+
+        def loss(w, key, f=body):
+            x = jax.random.normal(jax.random.fold_in(key, lax.axis_index("data")), (8, 8))
+            return jnp.mean(f(x @ w["a"]) @ w["b"])
+
+        cut_body = jax.shard_map(body, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
+        grad = jaxsparse.grad(lambda *a, f=cut_body: loss(*a, f), batch_argnums=(), mesh=where)
+        if is_right:
+            plain = jax.vmap(jax.grad(loss), (None, None), axis_name="data", axis_size=4)
+            check(grad(params, jax.random.key(1)), plain(forms.W, jax.random.key(1)))
+        else:
+            with pytest.raises(ValueError, match=r"losses.py:\d+.* cuts .* no rows of a batch"):
+                grad(params, jax.random.key(1))
+
+
+def batch_norm(x):
+    return (x - x.mean(0, keepdims=True)) / jnp.std(x, axis=0, keepdims=True)
+
+
+@pytest.mark.parametrize("front", [batch_norm, lambda x: x[jnp.argsort(x[:, 0])] + x, jnp.fft.fft])
+def test_rows_that_a_batchs_statistics_moved_stay_rows(front):
+    where = mesh_of((4, 2))
+    gathered = lambda z: z @ lax.all_gather(z, "data", tiled=True).T
+    split = jax.shard_map(
+        gathered, mesh=where, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    of = lambda f: lambda w, x: jnp.mean(f(jnp.real(front(x)) @ w["a"]) ** 2)
+    plain = jax.vmap(jax.value_and_grad(of(gathered)), (None, 0), axis_name="data")
+    found = jaxsparse.value_and_grad(of(split), mesh=where)(*put(where, 4))
+    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 
 def test_weights_that_are_spread_over_rows():

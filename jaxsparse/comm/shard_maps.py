@@ -260,9 +260,12 @@ def _run(
 
 
 def _marked(x: Any, dim: int | None, place: str, verb: str) -> Any:
-    if dim is None:
+    """Marks an argument or a result. Of one that no spec cuts, all dimensions count."""
+    if dim is None and verb == "makes":
         return x
-    return _mark.bind(x, place=place, verb=verb, rows=jnp.shape(x)[dim])
+    rows = jnp.size(x) if dim is None else jnp.shape(x)[dim]
+    verb = "takes all of" if dim is None else verb
+    return _mark.bind(x, place=place, verb=verb, dim=dim, rows=rows)
 
 
 def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> Any:
@@ -318,10 +321,18 @@ def _identity(name: str, type_of: Callable[..., Any]) -> Primitive:
     return primitive
 
 
-# Marks an argument or a result whose spec names the axis, with the place of its shard_map, what
-# that does, and the size of the dimension that is cut.
+# Marks arguments and results of a shard_map whose specs name the axis, with its place, what it
+# does, and the dimension that is cut.
 _mark = _identity(MARK := "names_workers", lambda aval, **_: aval)
 ad.deflinear2(_mark, lambda ct, _, **__: [ct])
+
+
+def _batched_mark(args: Any, dims: Any, *, dim: int | None, **params: Any) -> Any:
+    dim = dim if dim is None or dim < dims[0] else dim + 1
+    return _mark.bind(args[0], dim=dim, **params), dims[0]
+
+
+batching.primitive_batchers[_mark] = _batched_mark
 
 # Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
 # JAX's own cast to varying would sum them over workers.

@@ -1,15 +1,32 @@
-"""Where operations leave the axis of rows: those that are known to keep rows apart.
+"""Where a program leaves the axis of rows: by operations that are known to keep rows apart.
 
 An operation that stands here is allowed in front of an exchange if its rule finds the axis again.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-# In the place of the number of an axis: rows are laid end to end; they are somewhere, by code that
-# is not followed.
-FLAT, TRUSTED = -1, -2
+from jaxsparse.comm import compat
+from jaxsparse.comm.flow import Reading
+
+
+class Rows(NamedTuple):
+    """The axis along which an array has rows, each of them a block of so many entries.
+
+    Blocks are longer than 1 where an axis was joined with others, as by `x.reshape(-1, n)`.
+    """
+
+    axis: int
+    block: int
+
+
+# What is known of a value: its axis of rows, or None, if nothing with rows is in it. A string is
+# the place of an operation that has mixed rows.
+Known = Rows | str | None
+# In the place of an axis: rows are laid end to end, over several axes; they are somewhere, by code
+# that is not followed.
+_SPREAD, TRUSTED = -1, Rows(-2, 1)
 
 
 class Call(NamedTuple):
@@ -20,7 +37,7 @@ class Call(NamedTuple):
 
     params: dict[str, Any]
     shapes: list[tuple[int, ...]]
-    rows: list[Any]
+    rows: list[int | None]
     axis: int
     shape: tuple[int, ...]
 
@@ -33,16 +50,26 @@ class Call(NamedTuple):
         """The rule of an operation along axes that it keeps."""
         return None if self.axis in axes else self.axis
 
+    def tells_rows(self) -> bool:
+        """Whether rows are told by an index, or indices have rows. Code that knows rows does so."""
+        return self.rows[0] is None or self.rows[1] is not None
+
     def if_whole(self, is_whole: bool) -> int | None:
         """The rule of an operation that takes or leaves all along the axis of rows."""
         return self.axis if is_whole else None
 
 
-def _reshaped(call: Call) -> int:
-    size, before = call.shape[call.axis], math.prod(call.shape[: call.axis])
-    new = call.params["new_sizes"]
-    places = (i for i, n in enumerate(new) if n == size and math.prod(new[:i]) == before)
-    return next(places, FLAT)
+def reshaped(rows: Rows, shape: tuple[int, ...], new: tuple[int, ...]) -> Rows:
+    """Where rows of one shape are in another one."""
+    size = rows.block
+    count = math.prod(shape) // max(size, 1)
+    if rows.axis != _SPREAD:
+        size, count = size * math.prod(shape[rows.axis + 1 :]), shape[rows.axis] // size
+    for i, n in enumerate(new):
+        inner = math.prod(new[i + 1 :])
+        if inner and size % inner == 0 and n * inner % max(count * size, 1) == 0:
+            return Rows(i, size // inner)
+    return Rows(_SPREAD, size)
 
 
 def _sliced(call: Call) -> int | None:
@@ -53,29 +80,30 @@ def _sliced(call: Call) -> int | None:
     return call.if_whole(of_rows == (0, call.shape[call.axis], 1))
 
 
-def _has_pairs(call: Call, indexed: Sequence[int]) -> bool:
-    """Whether rows are told by an index, or paired with indices into other axes, one by one.
-
-    Code that knows rows has such pairs, as those of `jnp.take_along_axis`.
-    """
-    return call.rows[0] is None or (len(indexed) > 1 and len(call.shapes[1]) > 1)
-
-
 def _gathered(call: Call) -> int | None:
     numbers, axis = call.params["dimension_numbers"], call.axis
+    if call.rows[0] is None and axis < len(call.shape) - 1:  # that of the indices, as in a table
+        rank = len(numbers.offset_dims) + len(call.shape) - 1
+        return [i for i in range(rank) if i not in numbers.offset_dims][axis]
+    if axis in numbers.operand_batching_dims or call.tells_rows():
+        return TRUSTED.axis
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    if axis in numbers.operand_batching_dims or _has_pairs(call, numbers.start_index_map):
-        return TRUSTED
     if axis in gone or call.params["slice_sizes"][axis] != call.shape[axis]:
         return None
     return numbers.offset_dims[sum(a not in gone for a in range(axis))]
 
 
 def _scattered(call: Call) -> int | None:
-    numbers = call.params["dimension_numbers"]
-    indexed = {*numbers.inserted_window_dims, *numbers.scatter_dims_to_operand_dims}
-    is_trusted = _has_pairs(call, numbers.scatter_dims_to_operand_dims)
-    return TRUSTED if is_trusted else call.beside(indexed)
+    numbers, of_updates = call.params["dimension_numbers"], call.rows[2]
+    batching = numbers.operand_batching_dims
+    if call.axis in batching or call.tells_rows():
+        return TRUSTED.axis
+    gone = {*numbers.inserted_window_dims, *batching}
+    window = [i for i in range(len(call.shape)) if i not in gone]
+    if call.axis not in window or call.axis in numbers.scatter_dims_to_operand_dims:
+        return None
+    same = numbers.update_window_dims[window.index(call.axis)]
+    return call.axis if of_updates in (None, same) else None
 
 
 def _multiplied(call: Call) -> int | None:
@@ -100,7 +128,7 @@ ELEMENTWISE = {
     "pvary", "reshard", "select_n", "sharding_constraint", "stop_gradient",
 }  # fmt: skip
 ONE_BY_ONE = {"device_put", "optimization_barrier"}  # on several arrays
-# What moves elements, and where it leaves the axis of rows.
+# What moves elements, and where it leaves the axis of rows, besides `reshaped`.
 MOVES: dict[str, _Rule] = {
     "broadcast_in_dim": lambda call: call.params["broadcast_dimensions"][call.axis],
     "concatenate": lambda call: call.if_whole(
@@ -114,7 +142,6 @@ MOVES: dict[str, _Rule] = {
     ),
     "gather": _gathered,
     "pad": lambda call: call.if_whole(not any(call.params["padding_config"][call.axis])),
-    "reshape": _reshaped,
     "rev": lambda call: call.beside(call.params["dimensions"]),
     "slice": _sliced,
     "split": lambda call: call.beside([call.params["axis"]]),
@@ -139,5 +166,87 @@ ALONG: dict[str, _Rule] = {
     "top_k": lambda call: call.beside([len(call.shape) - 1]),
     **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), _of_matrix),
 }
+# What takes operands whose rows are along other axes.
+OF_SEVERAL = {"dot_general", "gather", *(name for name in MOVES if name.startswith("scatter"))}
 # What is trusted, as all that has another kind of program inside is.
 OTHERS = {"conv_general_dilated", "ffi_call", "io_callback", "pure_callback", "random_gamma"}
+
+
+class RowsReading(Reading[Known]):
+    """Follows axes of rows through a program.
+
+    Args:
+        only_elements: whether operations along other axes than that of rows are refused, too. A
+            transformation that does not know rows would count axes from the wrong one.
+
+    Attributes:
+        is_strict: whether an operation that is not known mixes rows.
+    """
+
+    nothing = None
+    is_strict = True
+
+    def __init__(self, only_elements: bool = False) -> None:
+        super().__init__()
+        self.only_elements = only_elements
+
+    def join(self, values: Iterable[Known]) -> Known:
+        found = {x for x in values if x is not None}
+        if mixed := [x for x in found if isinstance(x, str)]:
+            return min(mixed)
+        return TRUSTED if len(found) > 1 else next(iter(found), None)
+
+    def sliced(self, value: Known) -> Known:
+        return _shifted(value, -1) if value != Rows(0, 1) else TRUSTED  # a worker's at a time
+
+    def stacked(self, value: Known) -> Known:
+        return _shifted(value, 1)
+
+    def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
+        name, given = equation.primitive.name, compat.inputs_of(equation)
+        every = lambda value: [value] * len(equation.outvars)
+        # Whether anything is finite may be asked of all rows.
+        if name == "is_finite" or (name in ("eq", "ne") and given[0] is given[1]):
+            return every(None)
+        joined = self.join(inputs)
+        if joined is None or TRUSTED in inputs or isinstance(joined, str):
+            return every(joined)
+        if name in ONE_BY_ONE:
+            return inputs
+        if (found := self._moved(equation, inputs)) is None:
+            found = TRUSTED if "vmap(" in self.scopes else place(self.around or equation)
+        return every(found)
+
+    def _moved(self, equation: Any, inputs: list[Known]) -> Known:
+        """Where an operation leaves rows, None where it does not keep them apart."""
+        name, given = equation.primitive.name, compat.inputs_of(equation)
+        shapes = [x.aval.shape for x in given]
+        rows, shape = next((x, s) for x, s in zip(inputs, shapes) if isinstance(x, Rows))
+        is_one = {*inputs} <= {rows, None}
+        if name in ELEMENTWISE or compat.is_elementwise(equation):
+            return rows if is_one else None
+        if name == "reshape":
+            return reshaped(rows, shape, equation.outvars[0].aval.shape)
+        rule = MOVES.get(name) or ALONG.get(name)
+        if rule is None:
+            is_followed = name not in OTHERS and not any(compat.inner_programs(equation.params))
+            return None if is_followed and self.is_strict else TRUSTED
+        is_known = rows.axis >= 0 and (is_one or name in OF_SEVERAL)
+        if not is_known or (self.only_elements and name in ALONG):
+            return None
+        axes = [x.axis if isinstance(x, Rows) else None for x in inputs]
+        moved = rule(Call(equation.params, shapes, axes, rows.axis, shape))
+        if moved is None or moved == TRUSTED.axis:
+            return None if moved is None else TRUSTED
+        return Rows(int(moved), rows.block)  # and no integer of NumPy
+
+
+def place(equation: Any) -> str:
+    """An equation in an error's words."""
+    return f"the {equation.primitive.name} at {compat.place_and_call(equation)}"
+
+
+def _shifted(value: Known, by: int) -> Known:
+    if not isinstance(value, Rows) or value.axis < 0:
+        return value
+    return Rows(value.axis + by, value.block)

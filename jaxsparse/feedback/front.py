@@ -22,17 +22,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxsparse.comm import compat, meshes
-from jaxsparse.comm.flow import Reading
-from jaxsparse.feedback.axes import (
-    ALONG,
-    ELEMENTWISE,
-    FLAT,
-    MOVES,
-    ONE_BY_ONE,
-    OTHERS,
-    TRUSTED,
-    Call,
-)
+from jaxsparse.feedback.axes import TRUSTED, Known, Rows, RowsReading, place
 from jaxsparse.feedback.mixtures import (
     GRADIENT,
     MEANS,
@@ -42,9 +32,8 @@ from jaxsparse.feedback.mixtures import (
     Mixtures,
 )
 
-# What is known of a value: the number of its axis of rows, FLAT or TRUSTED; or None, if no gradient
-# is in it. A string is the place of an operation that has mixed rows.
-Rows = int | str | None
+# Where rows are as `value_and_grad` makes them, and an exchange takes them.
+_FIRST = Rows(0, 1)
 
 
 def marked(gradients: Any) -> Any:
@@ -68,9 +57,13 @@ def check_front(updates: Any, params: Any = None) -> None:
     equations = compat.made_by([x for _, x in leaves], _is_mark)
     found = _Front()
     known = found.read(equations, {})
+    made = {x: equation for equation in equations for x in equation.outvars}
     for path, x in leaves:
-        if isinstance(place := found.of(known, compat.variable(x)), str):
-            raise ValueError(refusal(place, f"gradient{keystr(path)}"))
+        rows = found.of(known, compat.variable(x))
+        if isinstance(rows, Rows) and rows not in (_FIRST, TRUSTED):
+            rows = place(made[compat.variable(x)])
+        if isinstance(rows, str):
+            raise ValueError(refusal(rows, f"gradient{keystr(path)}"))
     if params is None:
         return
     own = jax.tree.leaves(params)
@@ -109,10 +102,10 @@ def mixed_in(program: Jaxpr) -> list[str]:
     return [*dict.fromkeys(x for x in (*found.places, *kept) if isinstance(x, str))]
 
 
-def refusal(place: str, name: str = "gradients") -> str:
+def refusal(what: str, name: str = "gradients") -> str:
     """The error that names what mixes rows."""
     return (
-        f"In front of the exchange, {place} combines elements of arrays with a row for each "
+        f"In front of the exchange, {what} combines elements of arrays with a row for each "
         f"worker, or picks or moves rows, as if {name} were one worker's. Put it behind the "
         "exchange, where gradients are ordinary means, as in optax.chain(exchange, "
         "optax.clip_by_global_norm(1.0), optimizer). To have it on each worker's own gradients, "
@@ -124,80 +117,22 @@ def _is_mark(equation: Any) -> bool:
     return equation.primitive.name == "name" and equation.params["name"] == GRADIENT
 
 
-class _Front(Reading[Rows]):
-    """Where gradients have their rows.
-
-    Args:
-        only_elements: whether operations along other axes than that of rows are refused, too. A
-            transformation that does not know rows would count axes from the wrong one.
-    """
-
-    nothing = None
+class _Front(RowsReading):
+    """Where gradients have their rows."""
 
     def __init__(self, only_elements: bool = False) -> None:
-        super().__init__()
-        self.only_elements = only_elements
-        self.places = list[Rows]()  # what reached an exchange
+        super().__init__(only_elements)
+        self.places = list[str]()  # of what mixes, in front of an exchange
 
-    def join(self, values: Iterable[Rows]) -> Rows:
-        found = {x for x in values if x is not None}
-        if mixed := [x for x in found if isinstance(x, str)]:
-            return min(mixed)
-        return TRUSTED if len(found) > 1 else next(iter(found), None)
-
-    def sliced(self, value: Rows) -> Rows:
-        return _shifted(value, -1) if value != 0 else TRUSTED  # a worker's at a time
-
-    def stacked(self, value: Rows) -> Rows:
-        return _shifted(value, 1)
-
-    def equation(self, equation: Any, inputs: list[Rows]) -> list[Rows]:
+    def equation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         scopes = self.scopes + compat.name_stack(equation)
         if meshes.SCOPE in scopes or meshes.OWN_SCOPE in scopes:
-            self.places += inputs
+            self.places += [x for x in inputs if isinstance(x, str)]
             return [None] * len(equation.outvars)
         return super().equation(equation, inputs)
 
-    def _is_mapped(self) -> bool:
-        """Whether the code is in `jax.vmap`."""
-        return "vmap(" in self.scopes
-
-    def operation(self, equation: Any, inputs: list[Rows]) -> list[Rows]:
-        name, given = equation.primitive.name, compat.inputs_of(equation)
-        every = lambda value: [value] * len(equation.outvars)
+    def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         if _is_mark(equation):
-            return every(TRUSTED if self._is_mapped() else 0)
-        joined = self.join(inputs)
-        if isinstance(joined, str):  # whether anything is finite may be asked of all rows
-            is_nan = name in ("eq", "ne") and given[0] is given[1]
-            return every(None if is_nan or name == "is_finite" else joined)
-        if joined is None or joined == TRUSTED:
-            return every(joined)
-        if name in ONE_BY_ONE:
-            return inputs
-        if name in ELEMENTWISE or compat.is_elementwise(equation):
-            return every(joined)
-        rule = MOVES.get(name) or ALONG.get(name)
-        if rule is None and (name in OTHERS or any(compat.inner_programs(equation.params))):
-            return every(TRUSTED)
-        shapes = [x.aval.shape for x in given]
-        axis, shape = next((x, s) for x, s in zip(inputs, shapes) if isinstance(x, int))
-        found: Rows = None
-        if joined == FLAT and name in MOVES:
-            found = FLAT
-        elif joined == FLAT:
-            is_part = len(shape) > 1 and equation.outvars[0].aval.shape
-            found = TRUSTED if is_part else None
-        elif rule is not None and not (self.only_elements and name in ALONG):
-            moved = rule(Call(equation.params, shapes, inputs, axis, shape))
-            found = None if moved is None else int(moved)  # and no integer of NumPy
-        if found is None:
-            if name in ("reduce_and", "reduce_or"):
-                return every(None)
-            place = compat.place_and_call(self.around or equation)
-            found = TRUSTED if self._is_mapped() else f"the {name} at {place}"
-        return every(found)
-
-
-def _shifted(value: Rows, by: int) -> Rows:
-    return value + by if isinstance(value, int) and value >= 0 else value
+            is_one = "vmap(" in self.scopes or compat.inputs_of(equation)[0].aval.shape[0] == 1
+            return [TRUSTED if is_one else _FIRST]
+        return super().operation(equation, inputs)

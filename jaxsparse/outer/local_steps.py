@@ -44,7 +44,7 @@ from jaxsparse.outer.worker import (
 )
 from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
-from jaxsparse.training.batches import as_long
+from jaxsparse.training.batches import AS_OTHER_SHAPE, as_long
 from jaxsparse.training.check import check
 from jaxsparse.training.sharding import count_workers, shard
 
@@ -180,7 +180,7 @@ class LocalSteps:
         weight: Select | None = None,
         streaming: Streaming | None = None,
     ) -> None:
-        count_workers(mesh, axis_name)  # raises where they are wrong
+        self._workers = count_workers(mesh, axis_name)  # raises where they are wrong
         self.every = every if isinstance(every, Stages) else Stages((every,), ())
         for steps in self.every.values:
             if static_int("every", steps) < 1:
@@ -284,6 +284,12 @@ class LocalSteps:
         t, arrives = self._done("t", t, state)
         if not self._has_met:
             self._meet("goes on", t)
+        if rest and (alike := as_long(*held((batch, rest)), self._workers)):
+            raise ValueError(
+                f"rest{alike} has as many rows as the batch, and each worker would get all of "
+                "them: put it into the batch. If each worker is to see it whole, "
+                f"{AS_OTHER_SHAPE}"
+            )
         if not self._is_checked:
             self._check(state, batch, rest)
         overlap = self.streaming.overlap
@@ -426,13 +432,6 @@ class LocalSteps:
     def _check(self, state: LocalState, batch: Any, rest: Any) -> None:
         """Raises ValueError if the state or arguments are others, or the step communicates."""
         self._check_fragments(state)
-        workers = count_workers(self._mesh, self._axis_name)
-        if alike := as_long(*held((batch, rest)), workers):
-            raise ValueError(
-                f"rest{alike} has as many rows as the batch, and each worker would get all of "
-                "them: put it into the batch. If each worker is to see it whole, give it another "
-                "shape, as x[None]"
-            )
         found, axis = self._crossing(state, batch, rest), self._axis_name
         if found:
             text = (
@@ -451,7 +450,7 @@ class LocalSteps:
             program = self.lower(state, batch, None, *rest).compile()
             found = traffic.crossing(program, axis_name=self._axis_name, mesh=self._mesh)
             return list(map(str, found))
-        workers = count_workers(self._mesh, self._axis_name)
+        workers = self._workers
         given = held((state.worker, batch, rest))
 
         def of_one(worker: Any, batch: Any, rest: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
 from jaxsparse.comm.meshes import Running, context_of, inner_axes, running
 from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.processes.calls import Step
-from jaxsparse.training.batches import check_batches
+from jaxsparse.training.batches import AS_OTHER_SHAPE, check_batches, check_closed_over
 from jaxsparse.training.gradients import OwnAndEqual, on_workers, run_manually, run_mapped
 from jaxsparse.training.sharding import count_workers, warn_of_copies
 from jaxsparse.training.watching import checks_of
@@ -79,7 +79,10 @@ def run_on_workers(
         with running(Running(whole, axis_name)), context_of(whole if inner else None):
             if has_model:
                 of_batch = [path[0].idx in batches for path, _ in flat]
-                run = on_workers(body, workers, whole, axis_name, is_split, of_batch)
+                check = lambda program: check_closed_over(
+                    program, [args[i] for i in batches], workers, AS_OTHER_SHAPE
+                )
+                run = on_workers(body, workers, whole, axis_name, is_split, of_batch, check)
             elif whole is None or (inner and AxisType.Explicit not in kinds.values()):
                 run = run_mapped(body, workers, whole, axis_name, is_split)
             else:

@@ -135,20 +135,23 @@ def check_batches(batches: Mapping[int, Any], workers: int) -> None:
         )
 
 
-def check_closed_over(program: Jaxpr, batches: Any, workers: int) -> None:
-    """Raises ValueError if a loss closes over an array with a row for each worker, as `batches`.
+AS_OTHER_SHAPE = "give it another shape, as x[None]"
+
+
+def check_closed_over(program: Jaxpr, batches: Any, workers: int, to_keep: str) -> None:
+    """Raises ValueError if a function closes over a row for each worker, as `batches` have.
 
     It would be broadcast against a worker's single row in silence. Of more rows JAX tells that
-    shapes differ.
+    shapes differ. `to_keep` says what to write if it is right.
     """
     if workers == 1 or workers not in {jnp.shape(x)[0] for x in jax.tree.leaves(batches)}:
         return
     for shape in (getattr(x.aval, "shape", ()) for x in program.constvars):
         if shape[:1] == (workers,):
             raise ValueError(
-                f"the loss closes over an array of shape {shape}, which has as many rows as the "
-                "batch, and each worker would get all of them: pass it as a part of the batch. If "
-                "each worker is to see it whole, give batch_argnums=1"
+                f"the function of one worker closes over an array of shape {shape}, which has as "
+                "many rows as the batch, and each worker would get all of them: pass it as a part "
+                f"of the batch. If each worker is to see it whole, {to_keep}"
             )
 
 

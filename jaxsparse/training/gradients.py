@@ -139,7 +139,8 @@ def value_and_grad(
 
         def check(program: Jaxpr) -> None:
             if batch_argnums is None:
-                check_closed_over(program, [given[0][i] for i in split], count)
+                batches = [given[0][i] for i in split]
+                check_closed_over(program, batches, count, "give batch_argnums=1")
             for i, name in enumerate(names, len(program.outvars) - len(names)):
                 found = one_worker.sum_over_workers(program, i, axis_name, is_split)
                 if found is not None:
@@ -149,7 +150,7 @@ def value_and_grad(
                         "gradient is its own here, so leave that sum out of a custom derivative"
                     )
 
-        each = on_workers(one, count, found, axis_name, is_split, is_split, check)
+        each = on_workers(one, count, found, axis_name, is_split, is_split, check, True)
         made, _ = each(*(x for _, x in flat))
         value, grads = outputs.unflatten(made)
         return value, marked(grads)
@@ -214,11 +215,14 @@ def on_workers(
     axis_name: str,
     is_split: list[bool],
     of_batch: list[bool],
-    check: Callable[[Jaxpr], None] | None = None,
+    check: Callable[[Jaxpr], None],
+    has_own_branches: bool = False,
 ) -> Callable[..., OwnAndEqual]:
     """`one`, which has a model inside, on all workers. See `run_mapped`.
 
-    `of_batch` tells of each array whether it is of a batch. A worker's own state is split, too.
+    `of_batch` tells of each array whether it is of a batch: a worker's own state is split, too.
+    `check` is given the program of one worker. A loss branches on a worker's own values
+    (`has_own_branches`), a step with an exchange on agreed ones.
 
     On a mesh without other axes, and without an operation that has a mesh, it runs as it is, and a
     `jax.lax.cond` takes one of its branches. Otherwise it is mapped, so that JAX places all but the
@@ -241,8 +245,7 @@ def on_workers(
         one_worker.check_named(
             program.jaxpr, of_batch, axis_name, [*map(jax.typeof, leaves)], trace
         )
-        if check is not None:
-            check(program.jaxpr)
+        check(program.jaxpr)
         program = rewritten(program, axis_name, mesh, workers, False, bool(inner))
         found = jaxpr_as_fun(program)(*leaves)
         return found[: count[0]], found[count[0] :]
@@ -260,11 +263,9 @@ def on_workers(
         trace = lambda types: one_worker.trace(flat, types, axis_name, workers, mesh is not None)
         program = trace(types)
         one_worker.check_named(program.jaxpr, of_batch, axis_name, types, trace)
-        if check is not None:
-            check(program.jaxpr)
+        check(program.jaxpr)
         is_mapped = mesh is None or bool(inner) or one_worker.knows_mesh(program.jaxpr)
-        # A loss branches on a worker's own values. Steps with an exchange branch on agreed ones.
-        is_mapped |= check is not None and one_worker.branches_on(program.jaxpr, axis_name)
+        is_mapped |= has_own_branches and one_worker.branches_on(program.jaxpr, axis_name)
         in_context = not jax.sharding.get_abstract_mesh().empty
         if (
             mesh is not None

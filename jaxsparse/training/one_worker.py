@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AxisType, NamedSharding
 
 from jaxsparse.comm import compat, shard_maps
 from jaxsparse.comm.meshes import AnyMesh
 from jaxsparse.comm.shard_maps import names
+from jaxsparse.feedback.axes import ELEMENTWISE, Known, Rows, RowsReading
 
 # What `jax.vmap` calls the workers' axis. In the body of a shard_map, where it is manual, the axis
 # keeps the mesh's name.
@@ -146,13 +147,13 @@ def told_of_explicit(mesh: AnyMesh | None, axis_name: str) -> Iterator[None]:
         ) from error
 
 
-def _equations(program: Jaxpr) -> Iterator[Any]:
-    """All equations of a program and of those inside it, but of bodies of shard_maps."""
+def _equations(program: Jaxpr, has_bodies: bool = False) -> Iterator[Any]:
+    """All equations of a program and of those inside it, with bodies of shard_maps or without."""
     for equation in program.eqns:
         yield equation
-        if equation.primitive.name != "shard_map":
+        if has_bodies or equation.primitive.name != "shard_map":
             for inner in compat.inner_programs(equation.params):
-                yield from _equations(inner)
+                yield from _equations(inner, has_bodies)
 
 
 def uses(program: Jaxpr, axis_name: str) -> bool:
@@ -215,8 +216,8 @@ def check_named(
 
     A body would take all of it for a part: of weights, of keys, of a sequence. A result may be a
     device's own sum. Rows are what grows with the batch, so the function is traced with twice the
-    rows, too. Where nothing is of a batch, a body may cut what it only maps: there it is one that
-    uses the axis inside.
+    rows, too. Where it is known how rows lie, they have to lie one after the other. Where nothing
+    is of a batch, a body may cut what it maps element by element.
 
     Args:
         program: what `trace` returned.
@@ -228,18 +229,16 @@ def check_named(
     if not (marks := _marks(program)):
         return
     if not any(of_batch):
-        users = {
-            compat.place_of(e)
-            for e in _equations(program)
-            if e.primitive.name == "shard_map" and uses(e.params["jaxpr"], axis_name)
-        }
-        wrong = [m for m in marks if m.params["place"] in users | {""}]  # an inner jit keeps none
+        maps = [e for e in _equations(program, True) if e.primitive.name == "shard_map"]
+        is_map = lambda e: _maps_elements(e.params["jaxpr"], axis_name)
+        others = {compat.place_of(e) for e in maps if not is_map(e)}
+        others.add("")  # an inner jit keeps no place
+        wrong = [m for m in marks if m.params["place"] in others]
     else:
         twice = lambda x: x.update(shape=(2 * x.shape[0], *x.shape[1:]))
         try:
             more = _marks(trace([twice(x) if yes else x for x, yes in zip(types, of_batch)]).jaxpr)
-            pairs = zip(marks, more, strict=True)
-            wrong = [m for m, other in pairs if m.params["rows"] >= other.params["rows"]]
+            pairs = [*zip(marks, more, strict=True)]
         except Exception as error:
             raise ValueError(
                 f"{_told(marks[0], axis_name)} and whether these are a worker's rows can't be "
@@ -247,35 +246,92 @@ def check_named(
                 f"{type(error).__name__}: {error}. Take the numbers of rows from shapes, or leave "
                 f"{axis_name!r} out of that spec"
             ) from error
-    if not wrong:
-        return
-    if wrong[0].params["verb"] == "makes":
+        counts = {x.shape[0] for x, yes in zip(types, of_batch) if yes}
+        reading = _RowsOfBatch(counts, axis_name)
+        reading.program(program, [Rows(0, 1) if yes else None for yes in of_batch])
+        grows = lambda m, other: m.params["rows"] < other.params["rows"]
+        is_cut = lambda m: m.params["dim"] is not None
+        wrong = [m for m, other in pairs if is_cut(m) != grows(m, other)] + reading.astray
+    if wrong:
+        raise ValueError(_refusal(wrong[0], axis_name))
+
+
+def _refusal(mark: Any, axis_name: str) -> str:
+    if mark.params["verb"] == "makes":
         fix = (
             "What a device makes may be a W-th of all, or all: return an entry for each row, or "
             f"jax.lax.pmean(x, {axis_name!r}) and leave the axis out of that spec"
         )
-    else:
+    elif mark.params["verb"] == "cuts":
         fix = (
             "Each worker has all of it: leave the axis out of that spec, and out of sums inside. A "
             f"worker's own part is x[jax.lax.axis_index({axis_name!r})], and rows of a batch can "
             "be made inside"
         )
-    raise ValueError(
-        f"{_told(wrong[0], axis_name)} and these are no rows of a worker's batch. {fix}"
-    )
+    else:
+        return (
+            f"{_told(mark, axis_name)}. It grows with the batch: under jax.jit it is that of all "
+            f"workers, and here one worker's. Name {axis_name!r} in its spec, and for that of all "
+            f"workers take jax.lax.all_gather(x, {axis_name!r}, tiled=True) inside"
+        )
+    return f"{_told(mark, axis_name)} and these are no rows of a batch. {fix}"
 
 
 def _told(mark: Any, axis_name: str) -> str:
-    shape = getattr(mark.outvars[0].aval, "shape", ())
-    return (
-        f"the jax.shard_map at {mark.params['place']} {mark.params['verb']} a value of shape "
-        f"{shape} over the workers' axis {axis_name!r}, where it has {mark.params['rows']} entries,"
-    )
+    shape, params = getattr(mark.outvars[0].aval, "shape", ()), mark.params
+    what = f"the jax.shard_map at {params['place']} {params['verb']} a value of shape {shape}"
+    if params["dim"] is None:
+        return f"{what} beside others that it cuts over the workers' axis {axis_name!r}"
+    return f"{what} over the workers' axis {axis_name!r}, where it has {params['rows']} entries,"
 
 
 def _marks(program: Jaxpr) -> list[Any]:
-    """Marks of arguments whose specs name the axis of the workers, in the program's order."""
-    return [e for e in _equations(program) if e.primitive.name == shard_maps.MARK]
+    """Marks of what shard_maps whose specs name the workers' axis take, in the program's order."""
+    return [e for e in _equations(program, True) if e.primitive.name == shard_maps.MARK]
+
+
+def _maps_elements(program: Jaxpr, axis_name: str) -> bool:
+    is_sum = lambda e: e.primitive.name in _SUMS and axis_name not in compat.axes_of(e.params)
+    return all(
+        e.primitive.name in ELEMENTWISE or compat.is_elementwise(e) or is_sum(e)
+        for e in program.eqns
+    )
+
+
+class _RowsOfBatch(RowsReading):
+    """Where a batch has its rows, as far as that is known.
+
+    Attributes:
+        astray: marks of dimensions that have no rows, or have them again and again; and of those
+            where rows were mixed, if the body uses the axis: under `jax.jit` all workers' were.
+    """
+
+    is_strict = False
+
+    def __init__(self, counts: set[int], axis_name: str) -> None:
+        super().__init__()
+        self.astray = list[Any]()
+        self._counts, self._axis_name = counts, axis_name
+        self._mixed = dict[Any, Any]()
+
+    def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
+        name, dim = equation.primitive.name, equation.params.get("dim")
+        if name == "shard_map" and uses(equation.params["jaxpr"], self._axis_name):
+            given = {x for x in equation.invars if not isinstance(x, Literal)}
+            self.astray += [self._mixed[x] for x in self._mixed if x in given]
+        if name != shard_maps.MARK:
+            # What was mixed and is added to a row, as a mean of the batch is, moves no row.
+            if any(isinstance(x, Rows) for x in inputs):
+                inputs = [None if isinstance(x, str) else x for x in inputs]
+            return super().operation(equation, inputs)
+        rows, found = inputs[0], equation.outvars[0]
+        if dim is not None and isinstance(rows, str):
+            self._mixed[found] = equation
+        elif dim is not None and isinstance(rows, Rows) and rows.axis >= 0:
+            counts = {n * rows.block for n in self._counts}
+            if rows.axis != dim or found.aval.shape[dim] not in counts:
+                self.astray.append(equation)
+        return inputs
 
 
 # What hands a gradient on as it is.

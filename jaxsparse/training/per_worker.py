@@ -146,7 +146,10 @@ def per_worker(
         with jax.named_scope(meshes.OWN_SCOPE):
             assert axis_name is not None  # where it is None it is bound
             of_batch = [False] * len(is_split)
-            made, _ = on_workers(each, count, found, axis_name, is_split, of_batch)(*own, *equal)
+            on_rows = on_workers(
+                each, count, found, axis_name, is_split, of_batch, lambda program: None
+            )
+            made, _ = on_rows(*own, *equal)
         delivered, after = outputs.unflatten(made)
         return marked(delivered), jax.tree.map(PerWorker, after)
 
