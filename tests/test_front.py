@@ -57,6 +57,11 @@ def of_cube(f):
     return lambda g: {**g, "w": g["w"].at[:, :WORKERS, :WORKERS].set(f(g["w"][:, :3, :3]))}
 
 
+def behind(f, tx):
+    """A transformation behind code that keeps rows apart in a way of its own."""
+    return lambda grads: by(tx)(each(f)(grads))
+
+
 # What is no worker's own any more.
 MIXED = {
     "norm": by(optax.clip_by_global_norm(0.5)),
@@ -80,6 +85,14 @@ MIXED = {
     "symmetric": of_cube(lambda x: x + jnp.swapaxes(x, 0, 1)),
     "product from the left": of_cube(lambda x: jnp.dot(jnp.ones((3, 3)), x)),
     "norms of rows, not kept": of_cube(lambda x: x / jnp.linalg.norm(x, axis=-1)),
+    "behind a loop over rows": behind(
+        lambda x: jax.lax.map(lambda row: row / jnp.linalg.norm(row.ravel()), x),
+        optax.clip_by_global_norm(0.5),
+    ),
+    "behind sorted rows": behind(
+        lambda x: jnp.take_along_axis(x, jnp.argsort(x, axis=1), axis=1),
+        optax.clip_by_global_norm(0.5),
+    ),
     "masked norm": by(optax.masked(optax.clip_by_block_rms(0.5), {"w": True, "b": False})),
     "behind per_worker": lambda g: by(optax.clip_by_global_norm(0.5))(
         by(jaxsparse.per_worker(optax.scale(2.0), workers=WORKERS))(g)

@@ -4,6 +4,7 @@ Right values are plain JAX's: the same mathematics without a `jax.shard_map`, un
 """
 
 import contextlib
+import dataclasses
 import re
 import threading
 import warnings
@@ -217,7 +218,9 @@ SUMS = {
 def test_gradients_that_are_sums_already_are_refused(place):
     where = mesh_of((4, 2))
     loss = SUMS[place](where, by_hand(lambda g: lax.psum(g, "data") / 4))
-    words = r"gradient\['a'\] is a sum over 'data' already, by the psum at .*losses.py:\d+"
+    words = (
+        r"derivative of what is called at .*losses.py:\d+.* over the workers' axis 'data' by psum"
+    )
     with pytest.raises(ValueError, match=words):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
@@ -231,7 +234,7 @@ def norm(where):
 
 def test_what_is_whole_on_each_worker_is_not_cut_over_workers():
     where = mesh_of((4, 2))
-    words = r"shard_map at .*losses.py:\d+.* cuts a value of shape \(8, 16\)"
+    words = r"shard_map at .*losses.py:\d+.* takes a value of shape \(8, 16\)"
     loss = lambda w, x: jnp.mean((x @ w["a"]) ** 2) + norm(where)(w["a"])
     expert = jax.shard_map(  # each device has one
         lambda x, e: x * e[:1],
@@ -310,6 +313,14 @@ def of_all_workers(where, w, x):
     return cut(ranked, where, (P("data"), P()), P("data"))(x, jnp.tanh(x))
 
 
+def for_all_workers(where, w, x):
+    """All workers' rows under jax.jit, outside of which a loss would count them by x.shape[0]."""
+    every = cut(
+        lambda x, y: lax.all_gather(x * y, "data", tiled=True), where, (P("data"),) * 2, P()
+    )
+    return every(x, x)
+
+
 def of_two_axes(where, w, x):
     """Weights are cut by a shard_map inside of another one."""
     inner = jax.shard_map(
@@ -324,14 +335,15 @@ def of_two_axes(where, w, x):
 
 
 NO_ROWS = {
-    of_tokens: r"cuts a value of shape \(32, 2\) over the workers' axis 'data', where it has 32",
-    of_slots: r"cuts a value of shape \(16, 8\) over the workers' axis 'data', where it has 16",
-    of_all_workers: r"takes all of a value of shape \(4, 8\) .*grows.*all_gather\(x, 'data'",
-    of_two_axes: r"cuts a value of shape \(16, 8\) over the workers' axis 'data', where it has 16",
-    by_statistic: r"cuts a value of shape \(4, 32\) over the workers' axis 'data', where it has 4",
-    by_sequence: r"cuts a value of shape \(4, 8\) over the workers' axis 'data', where it has 8",
-    by_loop: r"cuts a value of shape \(16, 8\) over the workers' axis 'data', where it has 16",
-    of_devices: r"makes a value of shape \(1,\) .* return an entry for each row, or jax.lax.pmean",
+    of_tokens: r"takes a value of shape \(32, 2\), whose 32 entries",
+    of_slots: r"takes a value of shape \(16, 8\), whose 16 entries",
+    of_all_workers: r"takes a value of shape \(4, 8\) .*grows.*all_gather\(x, 'data'",
+    for_all_workers: r"makes a value of shape \(16, 8\) .*grows with the batch, beside others",
+    of_two_axes: r"takes a value of shape \(16, 8\), whose 16 entries",
+    by_statistic: r"takes a value of shape \(4, 32\), whose 4 entries",
+    by_sequence: r"takes a value of shape \(4, 8\), whose 8 entries",
+    by_loop: r"takes a value of shape \(16, 8\), whose 16 entries",
+    of_devices: r"makes a value of shape \(1,\), whose 1 .* return an entry for each row",
     of_known_size: r"whether these are a worker's rows can't be told. .* twice the rows",
 }
 
@@ -362,8 +374,38 @@ def test_where_each_worker_draws_its_batch_a_body_maps_elements():
             plain = jax.vmap(jax.grad(loss), (None, None), axis_name="data", axis_size=4)
             check(grad(params, jax.random.key(1)), plain(forms.W, jax.random.key(1)))
         else:
-            with pytest.raises(ValueError, match=r"losses.py:\d+.* cuts .* no rows of a batch"):
+            with pytest.raises(ValueError, match=r"losses.py:\d+.* takes .* no rows of a batch"):
                 grad(params, jax.random.key(1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Metric:
+    total: jax.Array
+    count: int = dataclasses.field(metadata={"static": True})
+
+
+def test_auxiliary_output_is_that_of_a_workers_own_rows():
+    """The second trace, with twice the rows, leaves nothing."""
+    where = mesh_of((4, 2))
+    split = jax.shard_map(jnp.tanh, mesh=where, in_specs=P("data"), out_specs=P("data"))
+
+    def loss(w, x):
+        h = split(x @ w["a"])
+        aux = {f"row {i}": h for i in range(len(x))}
+        return jnp.mean(h**2), aux | {"metric": Metric(h.sum(), len(h))}
+
+    (_, aux), _ = jaxsparse.value_and_grad(loss, has_aux=True, mesh=where)(*put(where, 4))
+    assert aux["metric"].count == 4
+    assert set(aux) == {"metric", "row 0", "row 1", "row 2", "row 3"}
+
+    def step(state, x):
+        return state, loss(state[0], x)[1]["metric"]
+
+    train = jaxsparse.LocalSteps(step, jaxsparse.dense(), optax.sgd(1.0), where, every=2)
+    _, metric = train((put(where, 4)[0],), put(where, 4)[1])
+    assert metric.count == 4
+    assert metric.total.shape == (4,)
 
 
 def batch_norm(x):

@@ -109,7 +109,7 @@ def test_another_axis_is_named():
         step(jnp.ones((2, SIZE)), state)
 
 
-PARAMS = {"a": jnp.full((4, 6), 0.5), "b": jnp.arange(1.0, 4.0)}
+PARAMS = {"a": jnp.full((4, 6), 0.5), "b": jnp.arange(1.0, 8.0)}
 OF_OPTAX = {  # one for each kind of state, and of arguments
     "add_noise": lambda: optax.add_noise(0.1, 0.5, key=jax.random.key(1)),
     "differentially_private": lambda: optax.contrib.differentially_private_aggregate(1.0, 0.1, 0),

@@ -68,8 +68,9 @@ OPCODES = {
     "pbroadcast": "collective-broadcast",
     "reduce_scatter": "reduce-scatter",
 }
-# Primitives that name a mesh axis and move nothing along it.
-SILENT = {"axis_index", "pvary", "pcast", "claim_replicated", "enter_worker", "leave_worker"}
+# Primitives that name a mesh axis and move nothing along it. The first cast to varying.
+CASTS = {"pvary", "pcast"}
+SILENT = {*CASTS, "axis_index", "claim_replicated", "enter_worker", "leave_worker"}
 # Primitives that run each program inside them exactly once.
 CALLS = {
     "jit",
@@ -193,9 +194,14 @@ def place_of(equation: Any) -> str:
     return summarize(equation.source_info)
 
 
+def frames_of(equation: Any) -> tuple[str, ...]:
+    """The places of the calls in which an equation was traced, the innermost first."""
+    return tuple(summarize(equation.source_info, num_frames=100).split("\n")[::-1])
+
+
 def place_and_call(equation: Any) -> str:
     """The place of an equation. In Optax, that of the transformation, and where it was called."""
-    frames = summarize(equation.source_info, num_frames=100).split("\n")[::-1]
+    frames = frames_of(equation)
     theirs = os.path.dirname(optax.__file__)
     at = next((i for i, frame in enumerate(frames) if not frame.startswith(theirs)), 0)
     inside = [frame for frame in frames[:at] if ".update_fn" in frame] or frames[:at]

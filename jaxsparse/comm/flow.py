@@ -21,6 +21,7 @@ class Reading(Generic[T]):
     Attributes:
         nothing: what is known of all else.
         scopes: those of the equations around the one that is read, "" outside of any.
+        depth: how many scans are around the one that is read.
         around: the outermost call of an inner function that is read. JAX keeps traces of these, so
             that places inside may be those of another call.
     """
@@ -28,7 +29,7 @@ class Reading(Generic[T]):
     nothing: T
 
     def __init__(self) -> None:
-        self.scopes = ""
+        self.scopes, self.depth = "", 0
         self.around: Any = None
 
     def operation(self, equation: Any, inputs: list[T]) -> list[T]:
@@ -45,6 +46,10 @@ class Reading(Generic[T]):
 
     def stacked(self, value: T) -> T:
         """What is known of such values, stacked along a new first axis."""
+        return value
+
+    def carried(self, value: T) -> T:
+        """What is known, behind a scan, of a value that it carried."""
         return value
 
     def read(self, equations: Iterable[Any], known: dict[Any, T]) -> dict[Any, T]:
@@ -69,9 +74,13 @@ class Reading(Generic[T]):
             if name == "scan":
                 constants, carried = compat.carried_by(equation)
                 rest = constants + carried
+                self.depth += 1
                 given = [*inputs[:rest], *map(self.sliced, inputs[rest:])]
                 made = self._repeated(programs[0], given, constants, carried)
-                return [*made[:carried], *map(self.stacked, made[carried:])]
+                kept, each = map(self.carried, made[:carried]), map(self.stacked, made[carried:])
+                made = [*kept, *each]
+                self.depth -= 1
+                return made
             if name == "while":
                 given = inputs[equation.params["cond_nconsts"] :]
                 constants = equation.params["body_nconsts"]

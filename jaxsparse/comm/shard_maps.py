@@ -184,7 +184,7 @@ def _bound(
     Where types are checked, the worker's values have to differ by type from other workers', or JAX
     would sum cotangents over workers.
     """
-    tracing, made = _TRACING.get(), list[int | None]()
+    tracing, made, is_named = _TRACING.get(), list[int | None](), False
     place = compat.place() if tracing is not None else ""
     if tracing is not None and tracing.axis_name in mesh.axis_names:
         axis, context = tracing.axis_name, jax.sharding.get_abstract_mesh()
@@ -194,7 +194,7 @@ def _bound(
         if is_named:
             tracing.places.append(place)
             tracing.has_named |= check_vma
-            args = tuple(_marked(x, at, place, "cuts") for x, at in zip(args, named or ()))
+            args = tuple(_marked(x, at, place, "takes") for x, at in zip(args, named or ()))
         body = subfuns[0]
         if is_called:
             body = functools.partial(_run, body, tracing, place, is_named, made)
@@ -219,7 +219,7 @@ def _bound(
             **params,
         )
         dims = iter(made)
-        return found.map(lambda x: _marked(x, next(dims), place, "makes")) if made else found
+        return found.map(lambda x: _marked(x, next(dims), place, "makes")) if is_named else found
     except (AssertionError, ValueError) as error:
         if tracing is None or not (check_vma and tracing.is_simulated):
             raise
@@ -261,10 +261,7 @@ def _run(
 
 def _marked(x: Any, dim: int | None, place: str, verb: str) -> Any:
     """Marks an argument or a result. Of one that no spec cuts, all dimensions count."""
-    if dim is None and verb == "makes":
-        return x
     rows = jnp.size(x) if dim is None else jnp.shape(x)[dim]
-    verb = "takes all of" if dim is None else verb
     return _mark.bind(x, place=place, verb=verb, dim=dim, rows=rows)
 
 

@@ -25,8 +25,8 @@ class Rows(NamedTuple):
 # the place of an operation that has mixed rows.
 Known = Rows | str | None
 # In the place of an axis: rows are laid end to end, over several axes; they are somewhere, by code
-# that is not followed.
-_SPREAD, TRUSTED = -1, Rows(-2, 1)
+# that is not followed; the value is of a single row, in a loop over rows of this depth (as block).
+_SPREAD, TRUSTED, _SINGLE = -1, Rows(-2, 1), -3
 
 
 class Call(NamedTuple):
@@ -85,7 +85,12 @@ def _gathered(call: Call) -> int | None:
     if call.rows[0] is None and axis < len(call.shape) - 1:  # that of the indices, as in a table
         rank = len(numbers.offset_dims) + len(call.shape) - 1
         return [i for i in range(rank) if i not in numbers.offset_dims][axis]
-    if axis in numbers.operand_batching_dims or call.tells_rows():
+    if axis in numbers.operand_batching_dims:
+        at = numbers.operand_batching_dims.index(axis)
+        rank = len(numbers.offset_dims) + len(call.shapes[1]) - 1
+        of_indices = numbers.start_indices_batching_dims[at]
+        return [i for i in range(rank) if i not in numbers.offset_dims][of_indices]
+    if call.tells_rows():
         return TRUSTED.axis
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if axis in gone or call.params["slice_sizes"][axis] != call.shape[axis]:
@@ -197,10 +202,13 @@ class RowsReading(Reading[Known]):
         return TRUSTED if len(found) > 1 else next(iter(found), None)
 
     def sliced(self, value: Known) -> Known:
-        return _shifted(value, -1) if value != Rows(0, 1) else TRUSTED  # a worker's at a time
+        return _shifted(value, -1) if value != Rows(0, 1) else Rows(_SINGLE, self.depth)
 
     def stacked(self, value: Known) -> Known:
-        return _shifted(value, 1)
+        return _shifted(value, 1) if value != Rows(_SINGLE, self.depth) else Rows(0, 1)
+
+    def carried(self, value: Known) -> Known:
+        return value if value != Rows(_SINGLE, self.depth) else TRUSTED
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         name, given = equation.primitive.name, compat.inputs_of(equation)
@@ -209,7 +217,8 @@ class RowsReading(Reading[Known]):
         if name == "is_finite" or (name in ("eq", "ne") and given[0] is given[1]):
             return every(None)
         joined = self.join(inputs)
-        if joined is None or TRUSTED in inputs or isinstance(joined, str):
+        is_single = isinstance(joined, Rows) and joined.axis == _SINGLE
+        if joined is None or TRUSTED in inputs or is_single or isinstance(joined, str):
             return every(joined)
         if name in ONE_BY_ONE:
             return inputs
@@ -223,6 +232,8 @@ class RowsReading(Reading[Known]):
         shapes = [x.aval.shape for x in given]
         rows, shape = next((x, s) for x, s in zip(inputs, shapes) if isinstance(x, Rows))
         is_one = {*inputs} <= {rows, None}
+        if any(isinstance(x, Rows) and x.axis == _SINGLE for x in inputs):
+            return TRUSTED
         if name in ELEMENTWISE or compat.is_elementwise(equation):
             return rows if is_one else None
         if name == "reshape":

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
 from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
 from jaxsparse.comm.meshes import Running, context_of, inner_axes, running
@@ -65,15 +65,11 @@ def run_on_workers(
         leaves, is_own = [x for _, x in flat], [is_marked(path) for path, _ in flat]
         is_split = [own or path[0].idx in batches for (path, _), own in zip(flat, is_own)]
         has_model = bool(batches)  # others exchange, and nothing else
-        outputs: Any = None  # which only tracing tells
-        marks: list[bool] = []
 
         def body(*leaves: Any) -> OwnAndEqual:
-            nonlocal outputs, marks
-            returned, outputs = tree_flatten_with_path(one(*treedef.unflatten(leaves)))
-            marks = [is_marked(path) for path, _ in returned]
-            own = [x[0] for (_, x), mark in zip(returned, marks) if mark]
-            return own, [x for (_, x), mark in zip(returned, marks) if not mark]
+            returned = one(*treedef.unflatten(leaves))
+            own = tree_map_with_path(lambda path, x: x[0] if is_marked(path) else None, returned)
+            return own, tree_map_with_path(lambda p, x: None if is_marked(p) else x, returned)
 
         # Where axes are left to JAX, partitions are of this mesh, as in a jax.shard_map.
         with running(Running(whole, axis_name)), context_of(whole if inner else None):
@@ -88,8 +84,8 @@ def run_on_workers(
             else:
                 run = run_manually(body, whole, axis_name, is_split, inner)
             found = run(*leaves)
-        own, equal = map(iter, found)
-        return outputs.unflatten([next(own if mark else equal) for mark in marks])
+        either = lambda own, equal: equal if own is None else own
+        return jax.tree.map(either, *found, is_leaf=lambda x: x is None)
 
     run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
     if whole is None:

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import tree_flatten_with_path
 
 from jaxsparse.arrays.layout import check_arrays
-from jaxsparse.comm import compat, shard_maps, wire
+from jaxsparse.comm import shard_maps, wire
 from jaxsparse.comm.meshes import AnyMesh, find_workers, inner_axes, names_of, restricted
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback.front import marked
@@ -27,7 +27,7 @@ from jaxsparse.training.batches import check_closed_over, numbers_of_batches, wi
 from jaxsparse.training.rewriting import rewritten
 
 # A worker's own arrays, and those equal on all workers: `LocalSteps` has some, gradients none.
-OwnAndEqual = tuple[list[Any], list[Any]]
+OwnAndEqual = tuple[Any, Any]
 
 
 def value_and_grad(
@@ -117,16 +117,11 @@ def value_and_grad(
         treedef: Any
         flat, treedef = tree_flatten_with_path(given)
         is_split = [path[0].idx == 0 and path[1].idx in split for path, _ in flat]
-        outputs: Any = None
-        names: list[str] = []
 
         def one(*leaves: Any) -> OwnAndEqual:
-            nonlocal outputs, names
             args, kwargs = released(treedef.unflatten(leaves))
             try:
                 value, grads = differentiate(*args, **kwargs)
-                names = [keystr(path) for path, _ in tree_flatten_with_path(grads)[0]]
-                found, outputs = jax.tree.flatten((value, grads))
             except Exception as error:
                 if batch_argnums is None and isinstance(error, TypeError | ValueError):
                     error.add_note(
@@ -135,24 +130,16 @@ def value_and_grad(
                         "jaxsparse.value_and_grad its number as batch_argnums"
                     )
                 raise
-            return [jnp.asarray(x) for x in found], []
+            return (value, grads), None
 
         def check(program: Jaxpr) -> None:
             if batch_argnums is None:
                 batches = [given[0][i] for i in split]
                 check_closed_over(program, batches, count, "give batch_argnums=1")
-            for i, name in enumerate(names, len(program.outvars) - len(names)):
-                found = one_worker.sum_over_workers(program, i, axis_name, is_split)
-                if found is not None:
-                    raise ValueError(
-                        f"the gradient{name} is a sum over {axis_name!r} already, by the "
-                        f"{found.primitive.name} at {compat.place_of(found)}: each worker's "
-                        "gradient is its own here, so leave that sum out of a custom derivative"
-                    )
+            one_worker.check_sums(program, axis_name)
 
         each = on_workers(one, count, found, axis_name, is_split, is_split, check, True)
-        made, _ = each(*(x for _, x in flat))
-        value, grads = outputs.unflatten(made)
+        (value, grads), _ = each(*(x for _, x in flat))
         return value, marked(grads)
 
     return rows
@@ -230,28 +217,39 @@ def on_workers(
     """
     inner = set() if mesh is None else {name for name, _ in inner_axes(mesh, axis_name)}
 
+    def traced(
+        trace: Callable[[Callable[..., Any], Sequence[Any]], ClosedJaxpr], types: Sequence[Any]
+    ) -> tuple[ClosedJaxpr, Any]:
+        """The program of one worker, which is checked, and the structure of what it returns."""
+        trees = list[Any]()
+
+        def flat(*leaves: Any) -> list[Any]:
+            found, tree = jax.tree.flatten(one(*leaves))
+            trees.append(tree)
+            return [jnp.asarray(x) for x in found]
+
+        program = trace(flat, types)
+        tree = trees[-1]  # others follow, of more rows
+        check(program.jaxpr)
+        again = functools.partial(trace, flat)
+        one_worker.check_named(program.jaxpr, of_batch, axis_name, types, again)
+        return program, tree
+
     def traced_inside(*leaves: Any) -> OwnAndEqual:
-        flat, count = _flat(one)
         around = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
-        def trace(types: Sequence[Any]) -> ClosedJaxpr:
+        def trace(flat: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
             with (
                 shard_maps.leave_out(axis_name, mesh=around),
                 one_worker.told_of_explicit(mesh, axis_name),
             ):
                 return jax.make_jaxpr(flat)(*types)
 
-        program = trace(leaves)
-        one_worker.check_named(
-            program.jaxpr, of_batch, axis_name, [*map(jax.typeof, leaves)], trace
-        )
-        check(program.jaxpr)
+        program, tree = traced(trace, [*map(jax.typeof, leaves)])
         program = rewritten(program, axis_name, mesh, workers, False, bool(inner))
-        found = jaxpr_as_fun(program)(*leaves)
-        return found[: count[0]], found[count[0] :]
+        return tree.unflatten(jaxpr_as_fun(program)(*leaves))
 
     def run(*leaves: Any) -> OwnAndEqual:
-        flat, count = _flat(one)
         types = [
             jax.ShapeDtypeStruct(
                 (x.shape[0] // workers, *x.shape[1:]) if yes else x.shape,
@@ -260,10 +258,10 @@ def on_workers(
             )
             for x, yes in zip(map(jax.typeof, leaves), is_split)
         ]
-        trace = lambda types: one_worker.trace(flat, types, axis_name, workers, mesh is not None)
-        program = trace(types)
-        one_worker.check_named(program.jaxpr, of_batch, axis_name, types, trace)
-        check(program.jaxpr)
+        trace = lambda flat, types: one_worker.trace(
+            flat, types, axis_name, workers, mesh is not None
+        )
+        program, tree = traced(trace, types)
         is_mapped = mesh is None or bool(inner) or one_worker.knows_mesh(program.jaxpr)
         is_mapped |= has_own_branches and one_worker.branches_on(program.jaxpr, axis_name)
         in_context = not jax.sharding.get_abstract_mesh().empty
@@ -280,11 +278,7 @@ def on_workers(
             is_mapped = True
         program = rewritten(program, axis_name, mesh, workers, is_mapped, is_mapped)
         called = jaxpr_as_fun(program)
-
-        def as_fun(*leaves: Any) -> OwnAndEqual:
-            found = called(*leaves)
-            return found[: count[0]], found[count[0] :]
-
+        as_fun = lambda *leaves: tree.unflatten(called(*leaves))
         if mesh is not None and not is_mapped:
             return run_manually(as_fun, mesh, axis_name, is_split, inner)(*leaves)
         return run_mapped(as_fun, workers, mesh, axis_name, is_split, one_worker.ROWS)(*leaves)
@@ -292,18 +286,6 @@ def on_workers(
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
         return run_manually(traced_inside, mesh, axis_name, is_split, inner)
     return run
-
-
-def _flat(one: Callable[..., OwnAndEqual]) -> tuple[Callable[..., list[Any]], list[int]]:
-    """`one` with its own arrays in front of those that are equal, and the number of own ones."""
-    count = list[int]()
-
-    def flat(*leaves: Any) -> list[Any]:
-        own, equal = one(*leaves)
-        count[:] = [len(own)]
-        return [*own, *equal]
-
-    return flat, count
 
 
 def run_mapped(
@@ -354,7 +336,7 @@ def run_mapped(
         )
         with contextlib.nullcontext() if mesh is None else shard_maps.no_casts():
             own, equal = mapped(*given)
-        return [rows(x) for x in own], equal
+        return jax.tree.map(rows, own), equal
 
     return run
 
@@ -371,7 +353,7 @@ def run_manually(
 
     def body(*leaves: Any) -> OwnAndEqual:
         own, equal = one(*leaves)
-        return [jnp.asarray(x)[None] for x in own], equal
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], own), equal
 
     def typed(x: Any, yes: bool) -> Any:
         """Explicit axes refuse arguments whose types have another sharding."""

@@ -196,15 +196,6 @@ def _enters(program: Jaxpr) -> bool:
     return any(e.primitive.name in ("enter_worker", "leave_worker") for e in program.eqns)
 
 
-def _reached(program: Jaxpr, given: Sequence[bool]) -> set[Any]:
-    """The variables of a program that depend on some of its arguments."""
-    found = {var for var, yes in zip(program.invars, given) if yes}
-    for equation in program.eqns:
-        if any(not hasattr(var, "val") and var in found for var in equation.invars):
-            found.update(equation.outvars)
-    return found
-
-
 def check_named(
     program: Jaxpr,
     of_batch: Sequence[bool],
@@ -233,15 +224,17 @@ def check_named(
         is_map = lambda e: _maps_elements(e.params["jaxpr"], axis_name)
         others = {compat.place_of(e) for e in maps if not is_map(e)}
         others.add("")  # an inner jit keeps no place
-        wrong = [m for m in marks if m.params["place"] in others]
+        is_cut = [m for m in marks if m.params["dim"] is not None]
+        wrong = [m for m in is_cut if m.params["place"] in others]
     else:
+        first = next(m for m in marks if m.params["dim"] is not None)
         twice = lambda x: x.update(shape=(2 * x.shape[0], *x.shape[1:]))
         try:
             more = _marks(trace([twice(x) if yes else x for x, yes in zip(types, of_batch)]).jaxpr)
             pairs = [*zip(marks, more, strict=True)]
         except Exception as error:
             raise ValueError(
-                f"{_told(marks[0], axis_name)} and whether these are a worker's rows can't be "
+                f"{_cut(first, axis_name)} and whether these are a worker's rows can't be "
                 "told. The function was traced with twice the rows of the batch, and that raised "
                 f"{type(error).__name__}: {error}. Take the numbers of rows from shapes, or leave "
                 f"{axis_name!r} out of that spec"
@@ -250,39 +243,39 @@ def check_named(
         reading = _RowsOfBatch(counts, axis_name)
         reading.program(program, [Rows(0, 1) if yes else None for yes in of_batch])
         grows = lambda m, other: m.params["rows"] < other.params["rows"]
-        is_cut = lambda m: m.params["dim"] is not None
-        wrong = [m for m, other in pairs if is_cut(m) != grows(m, other)] + reading.astray
+        wrong = [m for m, x in pairs if (m.params["dim"] is None) == grows(m, x)] + reading.astray
     if wrong:
         raise ValueError(_refusal(wrong[0], axis_name))
 
 
 def _refusal(mark: Any, axis_name: str) -> str:
-    if mark.params["verb"] == "makes":
-        fix = (
-            "What a device makes may be a W-th of all, or all: return an entry for each row, or "
-            f"jax.lax.pmean(x, {axis_name!r}) and leave the axis out of that spec"
-        )
-    elif mark.params["verb"] == "cuts":
-        fix = (
-            "Each worker has all of it: leave the axis out of that spec, and out of sums inside. A "
-            f"worker's own part is x[jax.lax.axis_index({axis_name!r})], and rows of a batch can "
-            "be made inside"
-        )
-    else:
-        return (
-            f"{_told(mark, axis_name)}. It grows with the batch: under jax.jit it is that of all "
-            f"workers, and here one worker's. Name {axis_name!r} in its spec, and for that of all "
-            f"workers take jax.lax.all_gather(x, {axis_name!r}, tiled=True) inside"
-        )
-    return f"{_told(mark, axis_name)} and these are no rows of a batch. {fix}"
-
-
-def _told(mark: Any, axis_name: str) -> str:
-    shape, params = getattr(mark.outvars[0].aval, "shape", ()), mark.params
+    """The error that tells what is wrong with a marked value, and what to write."""
+    shape, params, axis = getattr(mark.outvars[0].aval, "shape", ()), mark.params, repr(axis_name)
     what = f"the jax.shard_map at {params['place']} {params['verb']} a value of shape {shape}"
     if params["dim"] is None:
-        return f"{what} beside others that it cuts over the workers' axis {axis_name!r}"
-    return f"{what} over the workers' axis {axis_name!r}, where it has {params['rows']} entries,"
+        fix = f"jax.lax.all_gather(x, {axis}, tiled=True) inside gives that of all workers"
+        return (
+            f"{what} that grows with the batch, beside others that specs cut over the workers' "
+            f"axis {axis}. Under jax.jit it is of all workers' rows, and here of one worker's: "
+            f"name {axis} in its spec ({fix})"
+        )
+    fix = (
+        "What a device makes may be a W-th of all, or all: return an entry for each row, or "
+        f"jax.lax.pmean(x, {axis}) and leave the axis out of that spec"
+        if params["verb"] == "makes"
+        else "Each worker has all of it: leave the axis out of that spec, and out of sums inside. "
+        f"A worker's own part is x[jax.lax.axis_index({axis})], and rows of a batch can be made "
+        "inside"
+    )
+    return f"{_cut(mark, axis_name)} and these are no rows of a batch. {fix}"
+
+
+def _cut(mark: Any, axis_name: str) -> str:
+    shape, params = getattr(mark.outvars[0].aval, "shape", ()), mark.params
+    return (
+        f"the jax.shard_map at {params['place']} {params['verb']} a value of shape {shape}, whose "
+        f"{params['rows']} entries a spec cuts over the workers' axis {axis_name!r},"
+    )
 
 
 def _marks(program: Jaxpr) -> list[Any]:
@@ -291,7 +284,8 @@ def _marks(program: Jaxpr) -> list[Any]:
 
 
 def _maps_elements(program: Jaxpr, axis_name: str) -> bool:
-    is_sum = lambda e: e.primitive.name in _SUMS and axis_name not in compat.axes_of(e.params)
+    sums = ("psum", "psum_invariant")
+    is_sum = lambda e: e.primitive.name in sums and axis_name not in compat.axes_of(e.params)
     return all(
         e.primitive.name in ELEMENTWISE or compat.is_elementwise(e) or is_sum(e)
         for e in program.eqns
@@ -302,8 +296,9 @@ class _RowsOfBatch(RowsReading):
     """Where a batch has its rows, as far as that is known.
 
     Attributes:
-        astray: marks of dimensions that have no rows, or have them again and again; and of those
-            where rows were mixed, if the body uses the axis: under `jax.jit` all workers' were.
+        astray: marks of dimensions that are cut for a body that uses the axis, and have not the
+            batch's rows one after the other: they were mixed, or come again and again. Under
+            `jax.jit` a part of them is no worker's.
     """
 
     is_strict = False
@@ -312,121 +307,61 @@ class _RowsOfBatch(RowsReading):
         super().__init__()
         self.astray = list[Any]()
         self._counts, self._axis_name = counts, axis_name
-        self._mixed = dict[Any, Any]()
+        self._doubtful = dict[Any, Any]()  # marks, by what they make
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         name, dim = equation.primitive.name, equation.params.get("dim")
         if name == "shard_map" and uses(equation.params["jaxpr"], self._axis_name):
             given = {x for x in equation.invars if not isinstance(x, Literal)}
-            self.astray += [self._mixed[x] for x in self._mixed if x in given]
+            self.astray += [self._doubtful[x] for x in self._doubtful if x in given]
         if name != shard_maps.MARK:
             # What was mixed and is added to a row, as a mean of the batch is, moves no row.
             if any(isinstance(x, Rows) for x in inputs):
                 inputs = [None if isinstance(x, str) else x for x in inputs]
             return super().operation(equation, inputs)
         rows, found = inputs[0], equation.outvars[0]
-        if dim is not None and isinstance(rows, str):
-            self._mixed[found] = equation
-        elif dim is not None and isinstance(rows, Rows) and rows.axis >= 0:
+        is_mixed = isinstance(rows, str)
+        if isinstance(rows, Rows) and rows.axis >= 0 and dim is not None:
             counts = {n * rows.block for n in self._counts}
-            if rows.axis != dim or found.aval.shape[dim] not in counts:
-                self.astray.append(equation)
+            is_mixed = rows.axis != dim or found.aval.shape[dim] not in counts
+        if is_mixed and dim is not None:
+            self._doubtful[found] = equation
         return inputs
 
 
-# What hands a gradient on as it is.
-_HANDS_ON = {
-    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "dynamic_slice",
-    "dynamic_update_slice", "enter_worker", "expand_dims", "gather", "leave_worker",
-    "names_workers", "neg", "optimization_barrier", "pad", "pcast", "pvary", "reduce_sum",
-    "reshape", "rev", "scatter-add", "select_n", "sharding_constraint", "slice", "split",
-    "squeeze", "stack", "transpose", "unstack",
-}  # fmt: skip
-_MULTIPLIES = {"mul", "div", "dot_general"}
-_ADDS = {"add_any", "add", "sub"}
-_SUMS = {"psum", "psum_invariant"}
+def check_sums(program: Jaxpr, axis_name: str) -> None:
+    """Raises ValueError if a custom derivative communicates between workers, and its function not.
 
-
-def sum_over_workers(program: Jaxpr, output: int, axis_name: str, of_batch: Sequence[bool]) -> Any:
-    """The equation that sums an output, or a summand of it, over the workers; or None.
-
-    Such is the gradient of a custom derivative that sums over the batch's axes by hand. Behind the
-    sum nothing multiplies by values of the batch: a mean over workers in the loss has such behind
-    it, or is taken off what it is the mean of.
+    Under `jax.jit` it sums gradients over the batch's axes by hand. Here each worker's are its own.
+    JAX gives what a backward pass computes the place of what it is the derivative of. A cast to
+    varying has a sum for its derivative.
     """
-    try:
-        return _Backward(program, axis_name, of_batch).find(program.outvars[output])
-    except RecursionError:  # a weight of hundreds of unrolled layers: it is not followed
-        return None
-
-
-class _Backward:
-    """Follows an output of a program back to a sum over workers."""
-
-    def __init__(self, program: Jaxpr, axis_name: str, of_batch: Sequence[bool]) -> None:
-        self._axis_name, self._batch = axis_name, _reached(program, of_batch)
-        self._made = {var: (eqn, i) for eqn in program.eqns for i, var in enumerate(eqn.outvars)}
-        self._place = {var: i for i, var in enumerate(program.invars)}
-        self._known: dict[Any, Any] = {}
-        self.arguments = set[int]()  # to which it came
-
-    def find(self, var: Any) -> Any:
-        if not self._is_of_batch(var):
-            return None
-        if var in self._place:
-            self.arguments.add(self._place[var])
-        if var not in self._made:
-            return None
-        if var not in self._known:
-            self._known[var] = None
-            self._known[var] = self._find_in(*self._made[var])
-        return self._known[var]
-
-    def _is_of_batch(self, var: Any) -> bool:
-        return not hasattr(var, "val") and var in self._batch
-
-    def _hands_on(self, equation: Any) -> list[Any]:
-        """The summands of a batch that an operation hands on, none if it does more."""
-        name, inputs = equation.primitive.name, equation.invars
-        inputs = [var for var in inputs if self._is_of_batch(var)]
-        is_linear = name in _HANDS_ON or (name in _MULTIPLIES and len(inputs) == 1)
-        return inputs if is_linear else []
-
-    def _root(self, var: Any) -> Any:
-        """What a variable was before operations that hand it on."""
-        while var in self._made and len(inputs := self._hands_on(self._made[var][0])) == 1:
-            var = inputs[0]
-        return var
-
-    def _find_in(self, equation: Any, i: int) -> Any:
-        name, inputs = equation.primitive.name, equation.invars
-        if name in _SUMS and self._axis_name in compat.axes_of(equation.params):
-            return equation
-        if name in _ADDS:
-            summands = [var for var in inputs if self._is_of_batch(var)]
-            for var in summands:
-                found = self.find(var)
-                roots = {self._root(other) for other in summands if other is not var}
-                if found is not None and roots.isdisjoint(map(self._root, found.invars)):
-                    return found
-            return None
-        for var in self._hands_on(equation):
-            if (found := self.find(var)) is not None:
-                return found
-        for inner in compat.inner_programs(equation.params):
-            if len(inner.outvars) != len(equation.outvars):
-                continue
-            is_aligned = len(inner.invars) == len(inputs)
-            flags = (
-                [self._is_of_batch(v) for v in inputs] if is_aligned else [True] * len(inner.invars)
+    places, backward = set[tuple[str, ...]](), list[tuple[Any, tuple[str, ...]]]()
+    for equation, scopes in _scoped(program, ""):
+        name, frames = equation.primitive.name, compat.frames_of(equation)
+        if axis_name not in compat.axes_of(equation.params):
+            continue
+        if "transpose(" not in scopes:  # of the function, and of those that called it
+            if name in compat.OPCODES or name in compat.CASTS:
+                places |= {frames[i:] for i in range(len(frames) + 1)}
+        elif name in compat.OPCODES:
+            backward.append((equation, frames))
+    for equation, frames in backward:
+        if frames not in places:
+            raise ValueError(
+                f"the custom derivative of what is called at {frames[0]} communicates over the "
+                f"workers' axis {axis_name!r} by {equation.primitive.name}, and its function does "
+                "not: each worker's gradient is its own here, so leave that out of the derivative"
             )
-            inside = _Backward(inner, self._axis_name, flags)
-            if (found := inside.find(inner.outvars[i])) is not None:
-                return found
-            for k in inside.arguments if is_aligned else ():
-                if (found := self.find(inputs[k])) is not None:
-                    return found
-        return None
+
+
+def _scoped(program: Jaxpr, scopes: str) -> Iterator[tuple[Any, str]]:
+    """All equations, with the names of the scopes that they are in."""
+    for equation in program.eqns:
+        inside = f"{scopes}/{compat.name_stack(equation)}"
+        yield equation, inside
+        for inner in compat.inner_programs(equation.params):
+            yield from _scoped(inner, inside)
 
 
 def branches_on(program: Jaxpr, axis_name: str) -> bool:

@@ -22,7 +22,7 @@ from jaxsparse.comm.marks import PerWorker, is_marked
 from jaxsparse.feedback.front import marked
 from jaxsparse.feedback.options import check_transformation
 from jaxsparse.feedback.rows import check_rows
-from jaxsparse.training.gradients import on_workers
+from jaxsparse.training.gradients import OwnAndEqual, on_workers
 
 
 def per_worker(
@@ -131,16 +131,13 @@ def per_worker(
         rows = jax.tree.map(lambda node: node.value, state, is_leaf=marks.is_per_worker)
         treedef: Any
         of_equal: Any
-        outputs: Any = None
         own, treedef = jax.tree.flatten((updates, rows))
         equal, of_equal = jax.tree.flatten((params, finite))
 
-        def each(*leaves: Any) -> tuple[list[Any], list[Any]]:
-            nonlocal outputs
+        def each(*leaves: Any) -> OwnAndEqual:
             given, before = treedef.unflatten([x[0] for x in leaves[: len(own)]])
             whole, ok = of_equal.unflatten(leaves[len(own) :])
-            made, outputs = jax.tree.flatten(one(given, before, whole, extra_args, ok))
-            return made, []
+            return one(given, before, whole, extra_args, ok), None
 
         is_split = [True] * len(own) + [False] * len(equal)
         with jax.named_scope(meshes.OWN_SCOPE):
@@ -149,8 +146,7 @@ def per_worker(
             on_rows = on_workers(
                 each, count, found, axis_name, is_split, of_batch, lambda program: None
             )
-            made, _ = on_rows(*own, *equal)
-        delivered, after = outputs.unflatten(made)
+            (delivered, after), _ = on_rows(*own, *equal)
         return marked(delivered), jax.tree.map(PerWorker, after)
 
     def one(
