@@ -532,6 +532,20 @@ def test_a_branch_with_a_mean_of_workers_does_not_wait():
     check(jax.jit(jaxsparse.value_and_grad(loss, mesh=where))(*put(where, 8)), right)
 
 
+def test_a_body_that_casts_its_weights_is_told():
+    where = mesh_of((4, 2))
+
+    def body(x, a):
+        a = lax.pcast(a, "data", to="varying")
+        return jnp.tanh(x @ a) * (1 + lax.pmean(x.mean(), ("data", "tp")))
+
+    specs = (P("data"), P(None, "tp"))
+    split = jax.shard_map(body, mesh=where, in_specs=specs, out_specs=P("data", "tp"))
+    loss = lambda w, x: jnp.mean(split(x, w["a"]) ** 2)
+    with pytest.raises(ValueError, match=r"losses.py:\d+.* casts .*leave the cast out, or give it"):
+        jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
 def test_results_alone_that_name_the_axis_are_refused():
     where = mesh_of((4, 2))
     ones = jax.shard_map(

@@ -86,6 +86,12 @@ def leave_out(
             yield tracing
     except Exception as error:
         if tracing.places:
+            if "Unsupported pcast" in str(error):
+                raise ValueError(
+                    f"the jax.shard_map at {tracing.places[-1]} casts a value to vary over the "
+                    f"workers' axis {axis_name!r}, over which one worker's values vary already: "
+                    "leave the cast out, or give it check_vma=False"
+                ) from error
             error.add_note(
                 f"The jax.shard_map at {tracing.places[-1]} names the workers' axis {axis_name!r}. "
                 "In one worker's function values are whole along it: parameters are not cut over "
@@ -141,7 +147,14 @@ def _replace(more: int) -> None:
             del primitive.bind  # that of its class is left
 
 
-def _checked(original: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any) -> Any:
+def _checked(
+    original: Callable[..., Any],
+    mesh: Any,
+    axis_names: Any,
+    in_specs: Any,
+    out_specs: Any,
+    *args: Any,
+) -> Any:
     """JAX's checks of a mesh. It takes the context's in the place of a given one of these axes.
 
     A trainer holds its mesh. Where the workers' axis is manual, the one in context has other types.
@@ -150,9 +163,15 @@ def _checked(original: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any)
     """
     context, tracing = jax.sharding.get_abstract_mesh(), _TRACING.get()
     if tracing is None or tracing.axis_name not in context.manual_axes:
-        return original(mesh, *args, **kwargs)
+        return original(mesh, axis_names, in_specs, out_specs, *args)
     is_same = mesh is not None and dict(mesh.shape) == dict(context.shape)
-    found, *others = original(context if is_same else mesh, *args, **kwargs)
+    own = lambda specs: jax.tree.map(
+        lambda spec: without(spec, tracing.axis_name),
+        specs,
+        is_leaf=lambda x: x is None or isinstance(x, PartitionSpec),
+    )
+    mesh_of = context if is_same else mesh
+    found, *others = original(mesh_of, axis_names, own(in_specs), own(out_specs), *args)
     kept = tracing.mesh if mesh is None else mesh
     return (found if kept is None else kept, *others)
 
