@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
 from workers import mesh
 
 import jaxsparse
@@ -114,6 +115,27 @@ def test_a_loss_that_closes_over_rows_is_refused(where):
     table = lambda w, x: loss(w, x, WEIGHTS[1:2])
     grads = jaxsparse.grad(table, batch_argnums=1, **where)(W, X)
     np.testing.assert_allclose(grads.mean(0), jax.grad(table)(W, X), rtol=1e-5)
+
+
+def test_a_loss_closes_over_arrays_of_the_step():
+    """Frozen parameters and a scale, traced or not, on the mesh of the workers."""
+    where = mesh(3)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(where, P(*spec)))
+    start, inputs, held = put(W), put(X, "data"), put(np.float32([0.3, 0.7]))
+
+    def of(scale, w, x):
+        return scale[0] * jnp.mean(jnp.sin(x @ (w * scale)) ** 2) + jnp.sum(held * w)
+
+    expected = jax.grad(of, 1)(held, W, X)
+    uses = lambda scale: lambda w, x: of(scale, w, x) + 0 * jax.lax.pmean(w.sum(), "data")
+    for loss in (lambda scale: lambda w, x: of(scale, w, x), uses):
+        grads = jax.jit(lambda w, x, scale, f=loss: jaxsparse.grad(f(scale))(w, x))
+        found = grads(start, inputs, held)
+        np.testing.assert_allclose(found.mean(0), expected, rtol=1e-5, atol=1e-6)
+    step = lambda state, x: ((state[0] - jax.grad(of, 1)(held, state[0], x),), 0.0)
+    train = jaxsparse.LocalSteps(step, jaxsparse.dense(), optax.sgd(1.0), where, every=1)
+    state, _ = train((start,), inputs)
+    np.testing.assert_allclose(state.params, W - expected, rtol=1e-5, atol=1e-6)
 
 
 def test_steps_of_local_steps_that_get_rows_whole_are_refused():

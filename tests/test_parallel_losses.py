@@ -5,6 +5,7 @@ Right values are plain JAX's: the same mathematics without a `jax.shard_map`, un
 
 import contextlib
 import dataclasses
+import functools
 import re
 import threading
 import warnings
@@ -544,6 +545,32 @@ def test_a_body_that_casts_its_weights_is_told():
     loss = lambda w, x: jnp.mean(split(x, w["a"]) ** 2)
     with pytest.raises(ValueError, match=r"losses.py:\d+.* casts .*leave the cast out, or give it"):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+def test_a_gradient_in_a_checked_body_is_refused():
+    """JAX's types would sum it over workers."""
+    where = mesh_of((4, 2))
+
+    def penalty(x, a):
+        of = lambda a: lax.pmean(jnp.sum(jnp.tanh(x @ a) ** 2), "data")
+        return jnp.sum(jax.grad(of)(a) ** 2)
+
+    def loss(checked, w, x):
+        split = jax.shard_map(
+            penalty, mesh=where, in_specs=(P("data"), P()), out_specs=P(), check_vma=checked
+        )
+        return split(x, w["a"])
+
+    with pytest.raises(
+        ValueError, match=r"losses.py:\d+.*gradient inside.*give it check_vma=False"
+    ):
+        jaxsparse.grad(functools.partial(loss, True), mesh=where)(*put(where, 4))
+    plain = jax.grad(lambda w, x: penalty(x, w["a"]))
+    expected = jax.vmap(plain, (None, 0), axis_name="data")(
+        forms.W, forms.inputs(4).reshape(4, -1, 8)
+    )
+    found = jaxsparse.grad(functools.partial(loss, False), mesh=where)(*put(where, 4))
+    check(found["a"], expected["a"])
 
 
 def test_results_alone_that_name_the_axis_are_refused():

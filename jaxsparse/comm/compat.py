@@ -153,6 +153,15 @@ def unconstrained(equation: Any) -> Any:
     return equation.replace(primitive=jax.lax.copy_p, params={})
 
 
+def scoped(program: Jaxpr, scopes: str = "") -> Iterator[tuple[Any, str]]:
+    """All equations of a program and of those inside it, with the scopes that they are in."""
+    for equation in program.eqns:
+        inside = f"{scopes}/{name_stack(equation)}"
+        yield equation, inside
+        for inner in inner_programs(equation.params):
+            yield from scoped(inner, inside)
+
+
 def renamed_axes(parameters: dict[str, Any], before: str, after: str) -> dict[str, Any]:
     """The parameters of a collective that name an axis, with another name for it."""
     other = lambda name: after if name == before else name

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import Jaxpr, Primitive
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -296,8 +296,26 @@ def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> 
             f"values of shapes {[x.shape for x in closed]}: pass them as arguments, with in_specs "
             "of their own, or give it check_vma=False"
         )
+    if _has_gradient(traced.jaxpr) and communicates(traced.jaxpr, axis_name):
+        raise ValueError(
+            f"the jax.shard_map at {place} takes a gradient inside, and communicates over the "
+            f"workers' axis {axis_name!r}. With checked types JAX would sum that gradient over "
+            "workers, and not here: give it check_vma=False"
+        )
     results, specs = body(*args).unpack_aux()
     return results.map(lambda x: leave(x, axis_name)).with_aux(specs)
+
+
+def _has_gradient(program: Jaxpr) -> bool:
+    return any("transpose(" in scopes for _, scopes in compat.scoped(program))
+
+
+def communicates(program: Jaxpr, axis_name: str) -> bool:
+    """Whether an operation anywhere in the program communicates over the axis."""
+    return any(
+        e.primitive.name in compat.OPCODES and axis_name in compat.axes_of(e.params)
+        for e, _ in compat.scoped(program)
+    )
 
 
 def names(spec: Any, axis_name: str) -> bool:

@@ -157,6 +157,8 @@ MOVES: dict[str, _Rule] = {
     "unstack": lambda call: call.without([call.params["axis"]]),
     **{f"scatter{x}": _scattered for x in ("", "-add", "-max", "-min", "-mul", "-sub")},
 }
+# Of these, what keeps all elements, and where they are beside others.
+WHOLE = {"broadcast_in_dim", "squeeze", "stack", "transpose", "unstack"}
 _reduced: _Rule = lambda call: call.without(call.params["axes"])
 _summed: _Rule = lambda call: call.beside([call.params["axis"]])
 _of_matrix: _Rule = lambda call: call.beside(range(len(call.shape))[-2:])
@@ -181,8 +183,9 @@ class RowsReading(Reading[Known]):
     """Follows axes of rows through a program.
 
     Args:
-        only_elements: whether operations along other axes than that of rows are refused, too. A
-            transformation that does not know rows would count axes from the wrong one.
+        only_elements: whether operations along other axes than that of rows, or that pick there,
+            are refused, too. A transformation that does not know rows would count axes from the
+            wrong one.
 
     Attributes:
         is_strict: whether an operation that is not known mixes rows.
@@ -243,7 +246,7 @@ class RowsReading(Reading[Known]):
             is_followed = name not in OTHERS and not any(compat.inner_programs(equation.params))
             return None if is_followed and self.is_strict else TRUSTED
         is_known = rows.axis >= 0 and (is_one or name in OF_SEVERAL)
-        if not is_known or (self.only_elements and name in ALONG):
+        if not is_known or (self.only_elements and name not in WHOLE):
             return None
         axes = [x.axis if isinstance(x, Rows) else None for x in inputs]
         moved = rule(Call(equation.params, shapes, axes, rows.axis, shape))

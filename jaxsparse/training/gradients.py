@@ -235,7 +235,9 @@ def on_workers(
         one_worker.check_named(program.jaxpr, of_batch, axis_name, types, again)
         return program, tree
 
-    def traced_inside(*leaves: Any) -> OwnAndEqual:
+    def traced_inside(*leaves: Any, closed: Sequence[Any] = ()) -> OwnAndEqual:
+        """Traces and runs it. Behind the arguments of `one` stand values that `closed` are here."""
+        leaves, inside = leaves[: len(is_split)], leaves[len(is_split) :]
         around = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
         def trace(flat: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
@@ -247,7 +249,9 @@ def on_workers(
 
         program, tree = traced(trace, [*map(jax.typeof, leaves)])
         program = rewritten(program, axis_name, mesh, workers, False, bool(inner))
-        return tree.unflatten(jaxpr_as_fun(program)(*leaves))
+        known = {id(x): own for x, own in zip(closed, inside)}
+        consts = [known.get(id(x), x) for x in program.consts]
+        return tree.unflatten(jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))(*leaves))
 
     def run(*leaves: Any) -> OwnAndEqual:
         types = [
@@ -274,14 +278,29 @@ def on_workers(
             # axis is manual: it is traced there. JAX fails there on jax.ensure_compile_time_eval,
             # by an assertion.
             with contextlib.suppress(AssertionError):
-                return run_manually(traced_inside, mesh, axis_name, is_split, inner)(*leaves)
+                again = functools.partial(traced_inside, closed=program.consts)
+                return manually(again, *leaves, *program.consts)
             is_mapped = True
         program = rewritten(program, axis_name, mesh, workers, is_mapped, is_mapped)
-        called = jaxpr_as_fun(program)
-        as_fun = lambda *leaves: tree.unflatten(called(*leaves))
+
+        def as_fun(*leaves: Any) -> OwnAndEqual:
+            called = ClosedJaxpr(program.jaxpr, leaves[len(is_split) :])
+            return tree.unflatten(jaxpr_as_fun(called)(*leaves[: len(is_split)]))
+
         if mesh is not None and not is_mapped:
-            return run_manually(as_fun, mesh, axis_name, is_split, inner)(*leaves)
-        return run_mapped(as_fun, workers, mesh, axis_name, is_split, one_worker.ROWS)(*leaves)
+            return manually(as_fun, *leaves, *program.consts)
+        whole = [False] * len(program.consts)
+        mapped = run_mapped(as_fun, workers, mesh, axis_name, [*is_split, *whole], one_worker.ROWS)
+        return mapped(*leaves, *program.consts)
+
+    def manually(f: Callable[..., OwnAndEqual], *given: Any) -> OwnAndEqual:
+        """Runs it on arguments, and behind them on values that it closes over, whole as they are.
+
+        Inside, these would have types of a mesh whose axes are not manual.
+        """
+        whole = [False] * (len(given) - len(is_split))
+        assert mesh is not None
+        return run_manually(f, mesh, axis_name, [*is_split, *whole], inner)(*given)
 
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
         return run_manually(traced_inside, mesh, axis_name, is_split, inner)

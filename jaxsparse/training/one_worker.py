@@ -139,8 +139,8 @@ def told_of_explicit(mesh: AnyMesh | None, axis_name: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"the code at {compat.place_of_error(error)} does not run in one worker's function on "
-            f"Explicit axes, where the workers' axis {axis_name!r} is manual: leave {axis_name!r} "
-            "out of PartitionSpecs, write them without the mesh, give jax.shard_map its in_specs, "
+            f"Explicit axes, where the workers' axis {axis_name!r} is manual: pass arrays over which "
+            f"it closes as arguments, leave {axis_name!r} out of PartitionSpecs, write them without the mesh, give jax.shard_map its in_specs, "
             "and check_vma=False if its body uses the axis, use neither auto_axes nor "
             "explicit_axes nor jax.ensure_compile_time_eval; or make "
             "the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n"
@@ -337,7 +337,7 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
     varying has a sum for its derivative.
     """
     places, backward = set[tuple[str, ...]](), list[tuple[Any, tuple[str, ...]]]()
-    for equation, scopes in _scoped(program, ""):
+    for equation, scopes in compat.scoped(program):
         name, frames = equation.primitive.name, compat.frames_of(equation)
         if axis_name not in compat.axes_of(equation.params):
             continue
@@ -353,15 +353,6 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
                 f"workers' axis {axis_name!r} by {equation.primitive.name}, and its function does "
                 "not: each worker's gradient is its own here, so leave that out of the derivative"
             )
-
-
-def _scoped(program: Jaxpr, scopes: str) -> Iterator[tuple[Any, str]]:
-    """All equations, with the names of the scopes that they are in."""
-    for equation in program.eqns:
-        inside = f"{scopes}/{compat.name_stack(equation)}"
-        yield equation, inside
-        for inner in compat.inner_programs(equation.params):
-            yield from _scoped(inner, inside)
 
 
 def branches_on(program: Jaxpr, axis_name: str) -> bool:

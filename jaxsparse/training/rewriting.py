@@ -78,9 +78,12 @@ class _Rewriting:
 
     def _equation(self, equation: Any) -> Any:
         name, is_on_mesh = equation.primitive.name, self._mesh is not None
-        if name == "sharding_constraint" and not self._has_auto:
+        if name in ("sharding_constraint", "reshard") and not self._has_auto:
             return compat.unconstrained(equation)
         changed = _shardings_of(equation, self._axis_name) if is_on_mesh else {}
+        if not self._has_auto:  # what is made of values on the mesh has the mesh, too
+            is_sharding = lambda value: isinstance(value, NamedSharding)
+            changed |= {key: None for key, value in equation.params.items() if is_sharding(value)}
         if self._is_mapped:
             is_badly_mapped = is_on_mesh and name in ("shard_map", *_GATHERS)
             if is_badly_mapped or compat.lacks_rule(equation):
