@@ -139,10 +139,11 @@ def told_of_explicit(mesh: AnyMesh | None, axis_name: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"the code at {compat.place_of_error(error)} does not run in one worker's function on "
-            f"Explicit axes, where the workers' axis {axis_name!r} is manual: pass arrays over which "
-            f"it closes as arguments, leave {axis_name!r} out of PartitionSpecs, write them without the mesh, give jax.shard_map its in_specs, "
-            "and check_vma=False if its body uses the axis, use neither auto_axes nor "
-            "explicit_axes nor jax.ensure_compile_time_eval; or make "
+            f"Explicit axes, where the workers' axis {axis_name!r} is manual: pass arrays over "
+            f"which it closes as arguments, leave {axis_name!r} out of PartitionSpecs, write them "
+            "without the mesh, give jax.shard_map its in_specs, and check_vma=False if its body "
+            "uses the axis, use neither auto_axes nor explicit_axes nor "
+            "jax.ensure_compile_time_eval; or make "
             "the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n"
         ) from error
 
