@@ -426,6 +426,35 @@ def test_rows_that_a_batchs_statistics_moved_stay_rows(front):
     check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 
+@pytest.mark.parametrize("how", ["scan", "map", "unrolled"])
+def test_micro_batches_of_a_fixed_size(how):
+    """Their size does not grow with the batch. They are parts of its rows."""
+    where = mesh_of((4, 2))
+    spec = P("data", "tp")
+    split = jax.shard_map(jnp.tanh, mesh=where, in_specs=spec, out_specs=spec)
+
+    def loss(w, x, f=split):
+        of = lambda part: jnp.mean((f(part @ w["a"]) @ w["b"]) ** 2)
+        parts = x.reshape(-1, 2, 8)
+        if how == "scan":
+            return lax.scan(lambda c, part: (c + of(part), None), 0.0, parts)[0]
+        if how == "map":
+            return lax.map(of, parts).mean()
+        return sum(of(x[i : i + 2]) for i in range(0, len(x), 2))
+
+    found = jaxsparse.value_and_grad(loss, mesh=where)(*put(where, 4))
+    plain = jax.value_and_grad(lambda w, x: loss(w, x, jnp.tanh))
+    check(found, jax.vmap(plain, (None, 0))(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+
+
+def test_a_branch_that_would_wait_is_refused_on_explicit_axes():
+    where = mesh_of((8,), AxisType.Explicit)
+    mean = lambda x: lax.pmean(x.mean(), "data")
+    loss = lambda w, x: lax.cond(x.sum() > 0, mean, jnp.mean, x @ w["a"])
+    with pytest.raises(ValueError, match="workers that take other branches would wait for ever"):
+        jaxsparse.grad(loss, mesh=where)(*put(where, 8))
+
+
 def test_weights_that_are_spread_over_rows():
     where = mesh_of((4, 2))
     add = cut(
@@ -543,7 +572,7 @@ def test_a_body_that_casts_its_weights_is_told():
     specs = (P("data"), P(None, "tp"))
     split = jax.shard_map(body, mesh=where, in_specs=specs, out_specs=P("data", "tp"))
     loss = lambda w, x: jnp.mean(split(x, w["a"]) ** 2)
-    with pytest.raises(ValueError, match=r"losses.py:\d+.* casts .*leave the cast out, or give it"):
+    with pytest.raises(ValueError, match=r"losses.py:\d+.*checked types.*give it check_vma=False"):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
 
@@ -571,6 +600,18 @@ def test_a_gradient_in_a_checked_body_is_refused():
     )
     found = jaxsparse.grad(functools.partial(loss, False), mesh=where)(*put(where, 4))
     check(found["a"], expected["a"])
+
+
+@pytest.mark.parametrize("names", [("data", "tp"), ("all", "tp")])
+def test_another_mesh_in_a_loss_is_refused(names):
+    """As for a kernel that is cut over more devices than the loss."""
+    other = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), names)
+    spec = P(None, "tp")
+    split = jax.shard_map(jnp.tanh, mesh=other, in_specs=spec, out_specs=spec)
+    loss = lambda w, x: jnp.mean((x @ w["a"]) ** 2 * lax.stop_gradient(split(x @ w["a"])))
+    words = r"there are 4 workers along 'data', and the mesh .*losses.py:\d+.*give it the mesh of"
+    with pytest.raises(ValueError, match=words):
+        jaxsparse.grad(loss, mesh=mesh_of((4, 2)))(*put(mesh_of((4, 2)), 4))
 
 
 def test_results_alone_that_name_the_axis_are_refused():

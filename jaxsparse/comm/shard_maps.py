@@ -37,6 +37,7 @@ class Tracing:
 
     Attributes:
         axis_name: the axis of the workers.
+        workers: their number.
         typed: in which bodies values are typed as varying over the axis, where types are checked.
         is_simulated: whether workers are simulated, so that a mesh is each worker's own.
         mesh: the mesh in context before the workers' axis was made manual, if it was.
@@ -48,6 +49,7 @@ class Tracing:
     """
 
     axis_name: str
+    workers: int
     typed: Typed
     is_simulated: bool
     mesh: Any
@@ -76,22 +78,28 @@ def can_leave_out() -> bool:
 
 @contextlib.contextmanager
 def leave_out(
-    axis_name: str, typed: Typed = "none", is_simulated: bool = False, mesh: Any = None
+    axis_name: str,
+    workers: int,
+    typed: Typed = "none",
+    is_simulated: bool = False,
+    mesh: Any = None,
 ) -> Iterator[Tracing]:
     """A context in which shard_maps are those of one worker, see `Tracing`."""
-    tracing = Tracing(axis_name, typed, is_simulated, mesh)
+    tracing = Tracing(axis_name, workers, typed, is_simulated, mesh)
     token = _TRACING.set(tracing)
     try:
         with no_casts():
             yield tracing
     except Exception as error:
+        is_of_types = any(x in str(error) for x in ("Unsupported pcast", "varying manual axes"))
+        if is_of_types and not isinstance(error.__cause__, ValueError | TypeError):
+            raise ValueError(
+                f"the code at {compat.place_of_error(error)} does not run in a jax.shard_map with "
+                f"checked types, where one worker's values vary over the workers' axis "
+                f"{axis_name!r}: give it check_vma=False, or leave out a jax.lax.pcast over that "
+                "axis"
+            ) from error
         if tracing.places:
-            if "Unsupported pcast" in str(error):
-                raise ValueError(
-                    f"the jax.shard_map at {tracing.places[-1]} casts a value to vary over the "
-                    f"workers' axis {axis_name!r}, over which one worker's values vary already: "
-                    "leave the cast out, or give it check_vma=False"
-                ) from error
             error.add_note(
                 f"The jax.shard_map at {tracing.places[-1]} names the workers' axis {axis_name!r}. "
                 "In one worker's function values are whole along it: parameters are not cut over "
@@ -205,6 +213,8 @@ def _bound(
     """
     tracing, made, is_named = _TRACING.get(), list[int | None](), False
     place = compat.place() if tracing is not None else ""
+    if tracing is not None and not tracing.is_simulated:
+        _check_mesh(mesh, tracing, place)
     if tracing is not None and tracing.axis_name in mesh.axis_names:
         axis, context = tracing.axis_name, jax.sharding.get_abstract_mesh()
         named, tracing.named = tracing.named, None
@@ -248,6 +258,17 @@ def _bound(
             f"the jax.shard_map at {place} uses the axis {tracing.axis_name!r} of simulated "
             "workers inside, which its types do not know: give it check_vma=False"
         ) from error
+
+
+def _check_mesh(mesh: Any, tracing: Tracing, place: str) -> None:
+    axis, count = tracing.axis_name, mesh.shape.get(tracing.axis_name)
+    if count != tracing.workers:
+        has = "no such axis" if count is None else f"{count} devices along it"
+        raise ValueError(
+            f"there are {tracing.workers} workers along {axis!r}, and the mesh of the "
+            f"jax.shard_map at {place}, {dict(mesh.shape)}, has {has}: give it the mesh of the "
+            "workers. Its other axes may be named as the kernel needs"
+        )
 
 
 def _check_size(mesh: Any, axis_name: str, place: str) -> None:

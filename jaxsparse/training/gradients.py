@@ -231,8 +231,9 @@ def on_workers(
         program = trace(flat, types)
         tree = trees[-1]  # others follow, of more rows
         check(program.jaxpr)
-        again = functools.partial(trace, flat)
-        one_worker.check_named(program.jaxpr, of_batch, axis_name, types, again)
+        if mesh is not None and workers > 1:  # else nothing is cut
+            again = functools.partial(trace, flat)
+            one_worker.check_named(program.jaxpr, of_batch, axis_name, types, again)
         return program, tree
 
     def traced_inside(*leaves: Any, closed: Sequence[Any] = ()) -> OwnAndEqual:
@@ -242,12 +243,18 @@ def on_workers(
 
         def trace(flat: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
             with (
-                shard_maps.leave_out(axis_name, mesh=around),
+                shard_maps.leave_out(axis_name, workers, mesh=around),
                 one_worker.told_of_explicit(mesh, axis_name),
             ):
                 return jax.make_jaxpr(flat)(*types)
 
         program, tree = traced(trace, [*map(jax.typeof, leaves)])
+        if has_own_branches and one_worker.branches_on(program.jaxpr, axis_name):
+            raise ValueError(
+                f"a jax.lax.cond or a loop communicates over the workers' axis {axis_name!r}, and "
+                "workers that take other branches would wait for ever: use jnp.where, or make the "
+                "mesh with axis_types=(jax.sharding.AxisType.Auto,) * n and another axis"
+            )
         program = rewritten(program, axis_name, mesh, workers, False, bool(inner))
         known = {id(x): own for x, own in zip(closed, inside)}
         consts = [known.get(id(x), x) for x in program.consts]

@@ -10,6 +10,7 @@ A gradient is traced as a whole, and mapped over workers afterwards, so that JAX
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jaxsparse.comm import compat, shard_maps
 from jaxsparse.comm.meshes import AnyMesh
 from jaxsparse.comm.shard_maps import names
-from jaxsparse.feedback.axes import ELEMENTWISE, Known, Rows, RowsReading
+from jaxsparse.feedback.axes import ELEMENTWISE, TRUSTED, Known, Rows, RowsReading
 
 # What `jax.vmap` calls the workers' axis. In the body of a shard_map, where it is manual, the axis
 # keeps the mesh's name.
@@ -58,11 +59,11 @@ def trace(
         ValueError: a `shard_map` inside can't run on one worker's values.
     """
     if not is_on_mesh:
-        with shard_maps.leave_out(axis_name, is_simulated=True):
+        with shard_maps.leave_out(axis_name, workers, is_simulated=True):
             return _trace(one, shapes, axis_name, workers, None)
     # Types of the workers' axis are given where a body uses it. Else they would be in the way: of a
     # value with that type JAX keeps, for the backward pass, an array that is cut over workers.
-    with shard_maps.leave_out(axis_name) as tracing:
+    with shard_maps.leave_out(axis_name, workers) as tracing:
         try:
             program = _trace(one, shapes, axis_name, workers, axis_name)
         except Exception:
@@ -75,13 +76,13 @@ def trace(
     if program is not None and not _untyped(program.jaxpr, axis_name):
         return program
     if tracing.has_named:
-        with shard_maps.leave_out(axis_name, "named"):
+        with shard_maps.leave_out(axis_name, workers, "named"):
             program = _trace(one, shapes, axis_name, workers, axis_name, "named")
     assert program is not None
     if not (untyped := _untyped(program.jaxpr, axis_name)):
         return program
     try:
-        with shard_maps.leave_out(axis_name, "all"):
+        with shard_maps.leave_out(axis_name, workers, "all"):
             return _trace(one, shapes, axis_name, workers, axis_name, "all")
     except Exception as error:
         raise ValueError(
@@ -232,7 +233,6 @@ def check_named(
         twice = lambda x: x.update(shape=(2 * x.shape[0], *x.shape[1:]))
         try:
             more = _marks(trace([twice(x) if yes else x for x, yes in zip(types, of_batch)]).jaxpr)
-            pairs = [*zip(marks, more, strict=True)]
         except Exception as error:
             raise ValueError(
                 f"{_cut(first, axis_name)} and whether these are a worker's rows can't be "
@@ -240,11 +240,13 @@ def check_named(
                 f"{type(error).__name__}: {error}. Take the numbers of rows from shapes, or leave "
                 f"{axis_name!r} out of that spec"
             ) from error
+        if len(more) != len(marks):  # of an unrolled loop over rows
+            more = marks
         counts = {x.shape[0] for x, yes in zip(types, of_batch) if yes}
         reading = _RowsOfBatch(counts, axis_name)
         reading.program(program, [Rows(0, 1) if yes else None for yes in of_batch])
         grows = lambda m, other: m.params["rows"] < other.params["rows"]
-        wrong = [m for m, x in pairs if (m.params["dim"] is None) == grows(m, x)] + reading.astray
+        wrong = [m for m, other in zip(marks, more) if reading.refuses(m, grows(m, other))]
     if wrong:
         raise ValueError(_refusal(wrong[0], axis_name))
 
@@ -294,40 +296,74 @@ def _maps_elements(program: Jaxpr, axis_name: str) -> bool:
 
 
 class _RowsOfBatch(RowsReading):
-    """Where a batch has its rows, as far as that is known.
-
-    Attributes:
-        astray: marks of dimensions that are cut for a body that uses the axis, and have not the
-            batch's rows one after the other: they were mixed, or come again and again. Under
-            `jax.jit` a part of them is no worker's.
-    """
+    """Where a batch has its rows, as far as that is known, and which bodies use the axis."""
 
     is_strict = False
 
     def __init__(self, counts: set[int], axis_name: str) -> None:
         super().__init__()
-        self.astray = list[Any]()
         self._counts, self._axis_name = counts, axis_name
-        self._doubtful = dict[Any, Any]()  # marks, by what they make
+        self._users = set[int]()  # marks, by id, of bodies that use the axis
+        # Marks of dimensions that have rows in order, all or a part; and of those that have not:
+        # rows were mixed, or come again and again.
+        self._ordered, self._astray = set[int](), set[int]()
+        self._of_bodies = dict[Any, tuple[bool, set[int]]]()  # by result: use, and sizes of rows
+        self._taken = dict[Any, Any]()  # marks of arguments, by what they make
+
+    def refuses(self, mark: Any, grows: bool) -> bool:
+        """Whether it is no worker's rows that are cut, or all workers' that are not."""
+        if mark.params["dim"] is None:
+            return grows
+        if id(mark) in self._users:
+            return not grows or id(mark) in self._astray
+        return not grows and id(mark) not in self._ordered
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
-        name, dim = equation.primitive.name, equation.params.get("dim")
-        if name == "shard_map" and uses(equation.params["jaxpr"], self._axis_name):
-            given = {x for x in equation.invars if not isinstance(x, Literal)}
-            self.astray += [self._doubtful[x] for x in self._doubtful if x in given]
-        if name != shard_maps.MARK:
-            # What was mixed and is added to a row, as a mean of the batch is, moves no row.
-            if any(isinstance(x, Rows) for x in inputs):
-                inputs = [None if isinstance(x, str) else x for x in inputs]
-            return super().operation(equation, inputs)
-        rows, found = inputs[0], equation.outvars[0]
-        is_mixed = isinstance(rows, str)
-        if isinstance(rows, Rows) and rows.axis >= 0 and dim is not None:
-            counts = {n * rows.block for n in self._counts}
-            is_mixed = rows.axis != dim or found.aval.shape[dim] not in counts
-        if is_mixed and dim is not None:
-            self._doubtful[found] = equation
-        return inputs
+        name = equation.primitive.name
+        if name == shard_maps.MARK:
+            self._mark(equation, inputs[0])
+            return inputs
+        if name == "shard_map":
+            read = {x for x in equation.invars if not isinstance(x, Literal)}
+            marks = [self._taken[x] for x in self._taken if x in read]
+            is_user = uses(equation.params["jaxpr"], self._axis_name)
+            self._users |= {id(m) for m in marks} if is_user else set()
+            sizes = {m.params["rows"] for m in marks if id(m) in self._ordered}
+            self._of_bodies |= dict.fromkeys(equation.outvars, (is_user, sizes))
+        # What was mixed and is added to a row, as a mean of the batch is, moves no row.
+        if any(isinstance(x, Rows) for x in inputs):
+            inputs = [None if isinstance(x, str) else x for x in inputs]
+        found = super().operation(equation, inputs)
+        if not isinstance(inputs[0] if inputs else None, Rows):
+            return found
+        if name in ("dynamic_slice", "pad", "slice") and isinstance(found[0], str):
+            return [inputs[0]]  # a part of the rows, in their order
+        if name == "reshape" and isinstance(found[0], Rows) and found[0].axis < 0:
+            # Micro-batches: rows are along the last of several axes.
+            shape = equation.outvars[0].aval.shape
+            inner = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+            if found[0].block in inner:
+                return [Rows(inner.index(found[0].block), 1)]
+        return found
+
+    def _mark(self, mark: Any, rows: Known) -> None:
+        (x,), dim = mark.invars, mark.params["dim"]
+        if x in self._of_bodies:
+            is_user, sizes = self._of_bodies[x]
+            if is_user:
+                self._users.add(id(mark))
+            elif mark.params["rows"] in sizes:
+                self._ordered.add(id(mark))
+            return
+        self._taken[mark.outvars[0]] = mark
+        if isinstance(rows, str):
+            self._astray.add(id(mark))
+        elif rows is not None and rows != TRUSTED:
+            is_along = rows.axis == dim or rows.axis < 0
+            self._ordered |= {id(mark)} if is_along else set()
+            is_all = mark.params["rows"] in {n * rows.block for n in self._counts}
+            if rows.axis >= 0 and not (is_along and is_all):
+                self._astray.add(id(mark))
 
 
 def check_sums(program: Jaxpr, axis_name: str) -> None:
