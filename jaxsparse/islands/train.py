@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.arrays.settings import static_count, static_float
+from jaxsparse.arrays.settings import Stages, static_count, static_float
 from jaxsparse.islands.arithmetic import Arithmetic, Shared, has_residual, structs
 from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.member import IslandState, Member
@@ -139,6 +139,12 @@ class Islands:
         patience: float = 600.0,
         alone: int = 0,
     ) -> None:
+        if isinstance(every, Stages):
+            raise ValueError(
+                f"every={every} changes during training, and islands take one number of steps: "
+                "give one. To go on with another, leave, and join with the state that leave "
+                "returned by an Islands of the same name"
+            )
         counts = {"every": every, "quorum": quorum, "snapshots": snapshots, "fragments": fragments}
         for label, count in counts.items():
             static_count(label, count)

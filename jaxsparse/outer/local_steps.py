@@ -40,6 +40,7 @@ from jaxsparse.outer.worker import (
     Worker,
     check_exchange,
     check_memory,
+    check_outer,
     second_copies,
 )
 from jaxsparse.processes.agreement import agree, compare_texts
@@ -196,6 +197,7 @@ class LocalSteps:
         worker = Worker(
             step,
             optax.chain(exchange, optimizer),
+            optimizer,
             axis_name,
             params or params_of,
             average,
@@ -416,7 +418,7 @@ class LocalSteps:
         return state.worker, batch, state.steps, state.weight, *rest
 
     def _check_fragments(self, state: LocalState) -> None:
-        """Raises ValueError if the state has other fragments, or weights where none are wanted."""
+        """Raises ValueError if the state was made with other fragments, weights or optimizer."""
         fragments = self.streaming.fragments
         if len(state.outer) != fragments:
             raise ValueError(
@@ -428,6 +430,8 @@ class LocalSteps:
                 "the state was made with a weight, and this LocalSteps has none, or the reverse: "
                 "give the same, or start from init with its global parameters"
             )
+        for p, (_, own) in enumerate(state.outer):
+            check_outer(self._worker.optimizer, own, self._worker.part(state.params, p))
 
     def _check(self, state: LocalState, batch: Any, rest: Any) -> None:
         """Raises ValueError if the state or arguments are others, or the step communicates."""
