@@ -110,9 +110,10 @@ class Islands:
             answer.
 
     Raises:
-        ValueError: from `join`, `exchange` is none, or not of one message; the state is another
-            island's; the store holds another run; or parameters are not on devices of all processes
-            of this island.
+        ValueError: from `join`, `exchange` is none, or not of one message; `optimizer` needs a loss
+            or changes the arrays of its state; the state is another island's, or another
+            optimizer's; the store holds another run; or parameters are not on devices of all
+            processes of this island.
         RuntimeError: from `join`, processes of this island differ. From a call, another process
             has joined under its name.
         ConnectionError: the store does not answer for `patience` seconds.

@@ -147,10 +147,11 @@ class LocalSteps:
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
             than floating-point arrays, a fragment has no leaf, the state holds an exchange, or
-            something that is no array, or an array in another memory ("pinned_host"), or `exchange`
-            leaves out a parameter (`jaxsparse.check`) or has a delay. From a call: the workers
-            don't divide a batch; `t` is not the number of steps done; or `step` returns another
-            kind of state, or communicates over `axis_name`.
+            something that is no array, or an array in another memory ("pinned_host"), `exchange`
+            leaves out a parameter (`jaxsparse.check`) or has a delay, or `optimizer` needs a loss
+            or changes the arrays of its state. From a call: the workers don't divide a batch; `t`
+            is not the number of steps done; the state was made with another optimizer; or `step`
+            returns another kind of state, or communicates over `axis_name`.
             (On a mesh with other axes, where XLA itself may communicate, that is a warning.)
 
     Example:
