@@ -55,7 +55,6 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
     program, state, updates, after = _traced(tx, own, axis_name)
     gradients = len(jax.tree.leaves(_differentiated(own)))
     warn_of_chains(program.jaxpr, gradients, len(jax.tree.leaves(own)))
-    _warn_of_masks(tx, own, axis_name, program)
     problems = [*map(front.refusal, front.mixed_in(program.jaxpr))]
     wanted = named_shapes(own)
     for name, shape in named_shapes(updates).items():
@@ -74,6 +73,7 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
             )
     if problems:
         raise ValueError("the chain mixes the rows of workers. " + ". ".join(problems))
+    _warn_of_masks(tx, own, axis_name, program)
 
 
 def _warn_of_masks(
