@@ -141,6 +141,69 @@ def test_what_a_momentum_in_the_exchange_changes_is_warned_of(case):
         check(tx, START)
 
 
+NORMS = optax.monitor({"norm": lambda updates, **_: optax.tree.norm(updates)})
+# What Optax gives more than updates and parameters, or has more of after a step.
+BY_LOSS = {
+    "plateau": optax.chain(optax.sgd(RATE), optax.contrib.reduce_on_plateau()),
+    "polyak": optax.polyak_sgd(),
+    "line search": optax.lbfgs(),
+    "monitor": optax.chain(NORMS, optax.sgd(RATE)),
+}
+
+
+@pytest.mark.parametrize("name", BY_LOSS)
+def test_what_goes_by_a_loss_or_measures_stands_behind(name):
+    check(optax.chain(jaxsparse.dense(), BY_LOSS[name]), START)
+
+
+def test_what_check_can_not_give_or_measures_rows_is_told():
+    own = optax.GradientTransformationExtraArgs(lambda p: (), lambda u, s, p, *, epoch, **_: (u, s))
+    with pytest.raises(ValueError, match=r"arguments that check does not know .*'epoch'"):
+        check(optax.chain(jaxsparse.dense(), own), START)
+    with pytest.raises(ValueError, match="In front of the exchange, the reduce_sum"):
+        check(optax.chain(NORMS, jaxsparse.dense()), START)
+
+
+LEAVES = {"w": jnp.ones((5, 4)), "b": jnp.ones(4), "scalar": jnp.ones(())}
+MATRICES = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+VECTORS = lambda tree: jax.tree.map(lambda x: x.ndim == 1, tree)
+SIZES = lambda tree: jax.tree.map(lambda x: "few" if x.size < 16 else "many", tree)
+HALF = {"few": optax.scale(0.5), "many": optax.identity()}
+# Whether a mask in front sees rows, and which shapes it takes for others.
+MASKS = {
+    "decay": (optax.add_decayed_weights(0.1, mask=MATRICES), r"\[\(4,\)\]"),
+    "none": (optax.masked(optax.scale(2.0), VECTORS), r"\[\(4,\)\]"),
+    "behind a factor": (
+        optax.chain(optax.scale(2.0), optax.masked(optax.scale(2.0), MATRICES)),
+        r"\[\(4,\)\]",
+    ),
+    "labels": (optax.multi_transform(HALF, SIZES), r"\[\(\), \(4,\)\]"),
+    "a tree": (optax.add_decayed_weights(0.1, mask=MATRICES(LEAVES)), None),
+    "labels, a tree": (optax.multi_transform(HALF, SIZES(LEAVES)), None),
+    "a path": (
+        optax.masked(
+            optax.scale(2.0), lambda t: jax.tree_util.tree_map_with_path(lambda k, x: len(k) > 1, t)
+        ),
+        None,
+    ),
+    "per_worker": (jaxsparse.per_worker(optax.masked(optax.scale(2.0), VECTORS)), None),
+    "numbers of rows": (optax.stateless_with_tree_map(lambda x, p: x * x.shape[0]), None),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_in_front_that_see_rows_are_told(name):
+    front, shapes = MASKS[name]
+    tells = pytest.warns(UserWarning, match=rf"to parameters of shapes {shapes} goes by the number")
+    with tells if shapes else contextlib.nullcontext():
+        check(optax.chain(front, jaxsparse.dense(), optax.sgd(RATE)), LEAVES)
+
+
+def test_masks_behind_see_means():
+    masked = optax.masked(optax.scale(2.0), VECTORS)
+    check(optax.chain(jaxsparse.dense(), masked, optax.adamw(RATE, mask=MATRICES)), LEAVES)
+
+
 # What is the same for all rows: a clip, a weight decay and a schedule that act, and accumulation.
 SCHEDULE = optax.linear_schedule(0.05, 0.01, 4)
 BEHIND_ALL = {

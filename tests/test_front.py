@@ -388,13 +388,25 @@ def test_a_compiled_step_has_nothing_of_it():
 MOMENT = "adds a state of one worker"
 
 
+def own_momentum(grads, state, params=None):
+    made = jax.tree.map(lambda g, m: g + 0.9 * m, grads, state)
+    return made, made
+
+
 @pytest.mark.parametrize(
-    "tx", [optax.trace(0.9), optax.scale_by_adam(), optax.ema(0.9), optax.scale_by_lion()]
+    "tx",
+    [
+        optax.trace(0.9),
+        optax.scale_by_adam(),
+        optax.ema(0.9),
+        optax.scale_by_lion(),
+        optax.GradientTransformation(lambda params: params, own_momentum),
+    ],
 )
 def test_moments_in_front_are_warned_of(tx):
     chain = optax.chain(tx, EXCHANGE)
     update = lambda p, s, x: chain.update(ROWS(p, x), s, p)
-    with pytest.warns(UserWarning, match=rf"(accumulation|transform)\.py:\d.*{MOMENT}"):
+    with pytest.warns(UserWarning, match=rf"(accumulation|transform|front)\.py:\d.*{MOMENT}"):
         jax.eval_shape(update, START, chain.init(START), INPUTS)
 
 
@@ -407,6 +419,7 @@ WITH = {
     ),
     "mask": lambda g, p, c, held: jax.tree.map(lambda g, c: g * c, g, c),
     "control variates": lambda g, p, c, held: jax.tree.map(lambda g, c, h: g - h + c, g, c, held),
+    "half a control variate": lambda g, p, c, held: jax.tree.map(lambda g, c: g + c / 2, g, c),
     "momentum with rows": lambda g, p, c, held: jax.tree.map(lambda g, h: g + 0.9 * h, g, held),
 }
 

@@ -246,6 +246,23 @@ def test_a_state_of_another_island_is_refused(clock):
     assert reference.member(store, NAMES[0], clock).join(saved).round == 0
 
 
+def test_a_state_that_was_restored_without_a_target_is_told(clock):
+    store = reference.Memory()
+    (_one,), (state,) = joined(store, NAMES[:1], clock)
+    saved = jax.tree.map(np.asarray, state)
+    for given in (saved._asdict(), tuple(saved)):
+        with pytest.raises(ValueError, match=r"fields of IslandState.*Restore\(train.like\(state"):
+            reference.member(store, NAMES[0], clock).join(given)
+
+
+def test_a_state_of_another_optimizer_is_told(clock):
+    store = reference.Memory()
+    (_one,), (state,) = joined(store, NAMES[:1], clock)
+    plain = Arithmetic(reference.OUTER["top_k"](), optax.sgd(1.0), lambda state: state[0])
+    with pytest.raises(ValueError, match=r"another optimizer: .* an array .* needs nothing"):
+        reference.member(store, NAMES[0], clock, programs=plain).join(state)
+
+
 def test_an_island_that_always_differs_goes_on(clock, monkeypatch):
     members, states = joined(reference.Memory(), NAMES[:3], clock)
     digest = exchange_of.Exchange._digest_now
@@ -783,6 +800,12 @@ def test_the_end_of_an_island_is_exchanged():
 WRONG = {
     "name": ({"name": "a/b"}, "name='a/b' must be 1 to 64 letters"),
     "every": ({"every": 0}, "every=0 must be at least 1"),
+    "stages": ({"every": jaxsparse.Stages((1, 4), (9,))}, "islands take one number of steps"),
+    "a loss": ({"optimizer": optax.contrib.reduce_on_plateau()}, "no loss to give it .*'value'"),
+    "a measure": (
+        {"optimizer": optax.monitor({"norm": lambda updates, **_: optax.tree.norm(updates)})},
+        r"from {} to {.*\['norm'\].*leave it out",
+    ),
     "quorum": ({"quorum": 1.5}, "quorum=1.5 must be an int"),
     "overlap": ({"overlap": 2}, "overlap=2 must be less than every=2"),
     "grace": ({"grace": -1.0}, "grace=-1.0 must be a number of seconds"),

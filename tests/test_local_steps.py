@@ -799,6 +799,59 @@ def test_what_is_no_exchange_alone_is_refused():
         LocalSteps(walk, exchange, both, 2).init((jnp.zeros(2),))
 
 
+# Optimizers that go by a loss, or have other arrays after a step.
+NOT_OUTER = {
+    "plateau": (optax.contrib.reduce_on_plateau(), "no loss to give it .*'value'"),
+    "line search": (optax.lbfgs(), "no loss to give it .*'value'"),
+    "monitor": (
+        optax.monitor({"norm": lambda updates, **_: optax.tree.norm(updates)}),
+        r"from {} to {.*\['norm'\].*leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_OUTER)
+def test_an_optimizer_that_an_outer_step_can_not_run_is_refused(name):
+    optimizer, match = NOT_OUTER[name]
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(ValueError, match="optimizer can't run in an outer step.*" + match),
+    ):
+        LocalSteps(walk, jaxsparse.dense(), optax.chain(optax.sgd(1.0), optimizer), 2).init(
+            (jnp.zeros(2), 0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "match"),
+    [
+        (None, 0.9, r"has nothing at \[0\].trace, and this optimizer needs an array of shape"),
+        (0.9, None, r"has an array of shape \(2,\) at \[0\].trace, .* needs nothing"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_told(before, after, match):
+    make = lambda momentum: LocalSteps(walk, jaxsparse.dense(), optax.sgd(1.0, momentum), 2)
+    state = make(before).init((jnp.zeros(2), jnp.int32(0)))
+    move = jnp.ones((2, 2))
+    with pytest.raises(ValueError, match="made with another optimizer: .*" + match):
+        make(after)(state, move)
+    with pytest.raises(ValueError, match="made with another optimizer"):
+        make(after).finish(state)
+    make(before)(state, move)
+
+
+@pytest.mark.parametrize("weight", [None, lambda move: move[0, 0]])
+def test_a_state_that_was_restored_without_a_target_is_told(weight):
+    """Orbax then makes dicts of all containers, and leaves out empty ones."""
+    train = LocalSteps(walk, *diloco(), 2, weight=weight)
+    state = jax.device_get(train.init((jnp.zeros(2), jnp.int32(0))))
+    as_dict = {name: x for name, x in state._asdict().items() if jax.tree.leaves(x)}
+    for given in (as_dict, tuple(state), list(state)):
+        with pytest.raises(ValueError, match=r"fields of LocalState.*Restore\(train.init\(state"):
+            train(given, jnp.ones((2, 2)))
+    train(state, jnp.ones((2, 2)))
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [

@@ -238,3 +238,19 @@ def test_an_error_of_optax_says_whose_it_is():
     with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match="tree") as raised:
         tx.update(params, tx.init(params))
     assert "scale_by_muon raised this inside per_worker" in raised.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_mask_around_it_that_sees_rows_is_told(axes):
+    """Optax calls a function with gradients, which have a row for each worker here."""
+    params = {"w": jnp.ones((6, 3)), "b": jnp.ones(3)}
+    mask = lambda tree: jax.tree.map(lambda x: x.ndim == axes, tree)
+    rows = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params)
+    masked = lambda mask: optax.masked(per_worker(optax.scale_by_adam(), workers=2), mask)
+    with jax.numpy_dtype_promotion("standard"):
+        wrong, right = masked(mask), masked(mask(params))
+        with pytest.raises(
+            ValueError, match=r"stands a mask or labels that are a function.*a tree"
+        ):
+            jax.eval_shape(wrong.update, rows, wrong.init(params), params)
+        jax.eval_shape(right.update, rows, right.init(params), params)

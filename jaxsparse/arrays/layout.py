@@ -255,6 +255,12 @@ def check_arrays(name: str, tree: Any) -> None:
             ) from error
 
 
+def named_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each leaf, by its key path as `jax.tree_util.keystr` prints it."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+
 def named_leaves(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
     """The key path of each leaf, as `jax.tree_util.keystr` prints it, and its shape.
 

@@ -208,11 +208,18 @@ def frames_of(equation: Any) -> tuple[str, ...]:
     return tuple(summarize(equation.source_info, num_frames=100).split("\n")[::-1])
 
 
+_OPTAX = os.path.dirname(optax.__file__)
+
+
+def is_called_by_optax(equation: Any) -> bool:
+    """Whether an equation was traced in Optax, or in a transformation that a chain of it calls."""
+    return any(frame.startswith(_OPTAX) for frame in frames_of(equation))
+
+
 def place_and_call(equation: Any) -> str:
     """The place of an equation. In Optax, that of the transformation, and where it was called."""
     frames = frames_of(equation)
-    theirs = os.path.dirname(optax.__file__)
-    at = next((i for i, frame in enumerate(frames) if not frame.startswith(theirs)), 0)
+    at = next((i for i, frame in enumerate(frames) if not frame.startswith(_OPTAX)), 0)
     inside = [frame for frame in frames[:at] if ".update_fn" in frame] or frames[:at]
     return f"{inside[0]}, called at {frames[at]}" if inside else frames[0]
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jaxsparse.comm import compat
+from jaxsparse.comm import compat, meshes
 from jaxsparse.comm.flow import Reading
 
 # Marks of values: gradients with a row for each worker, and in the program of a check what an
@@ -94,9 +94,50 @@ class Mixtures(Reading[int]):
         scaled = self.join(x for x in others if x & _SCALED and not x & _UPDATE)
         if name in ("add", "add_any", "sub") and scaled:
             self.decays |= bool(scaled & PARAMETERS)
-            if not scaled & PARAMETERS:
-                self.fading = compat.place_and_call(self.around or equation)
+            call = self.around or equation
+            # In front of an exchange, states are known by their shape alone. A trainer's step may
+            # add any array of that shape, such as a control variate, and Optax' transformations
+            # their state.
+            is_state = self.source != GRADIENT or compat.is_called_by_optax(call)
+            if not scaled & PARAMETERS and is_state:
+                self.fading = compat.place_and_call(call)
         by_value = name in ("clamp", "max", "min") and not any(others)
         by_norm = name == "select_n" and bool(inputs[0] & _NORM) and all(is_update[1:])
         by_bound = name in ("mul", "div") and any(x & _BOUND for x in others)
         self.clips |= by_value or by_norm or by_bound
+
+
+Made = frozenset[tuple[int, str]] | None
+
+
+class Operations(Reading[Made]):
+    """Finds the elementwise operations on gradients in front of an exchange, outside of per_worker.
+
+    Attributes:
+        delivered: of each array that exchanges deliver, its shape and the names of these.
+    """
+
+    nothing = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delivered = list[tuple[tuple[int, ...], list[str]]]()
+
+    def join(self, values: Iterable[Made]) -> Made:
+        known = [value for value in values if value is not None]
+        return frozenset().union(*known) if known else None
+
+    def operation(self, equation: Any, inputs: list[Made]) -> list[Made]:
+        name, made = equation.primitive.name, self.join(inputs)
+        label = str(equation.params.get("name")) if name == "name" else ""
+        is_own = meshes.OWN_SCOPE in self.scopes + compat.name_stack(equation)
+        if label == GRADIENT:
+            made = made or frozenset()
+        elif label.startswith(MEANS):
+            if made is not None:
+                names = sorted(name for _, name in made)
+                self.delivered.append((equation.outvars[0].aval.shape, names))
+            made = None
+        elif made is not None and not is_own and compat.is_elementwise(equation):
+            made |= {(id(equation), name)}
+        return [made] * len(equation.outvars)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
-from jaxsparse.comm.marks import is_marked, map_marked
+from jaxsparse.comm.marks import is_marked, map_marked, own_leaves
 from jaxsparse.feedback import by_message
 from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.fragments import Streaming
@@ -31,6 +31,7 @@ from jaxsparse.outer.worker import (
     Select,
     check_exchange,
     check_optimizer,
+    check_outer,
     displacement,
     part_of,
     picked,
@@ -102,7 +103,7 @@ class Arithmetic:
 
     def start(self, state: Any) -> Shared:
         """The shared part of the first island, from its training state, which it checks."""
-        if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
+        if own_leaves(state):
             raise ValueError(
                 "the state holds arrays of single workers, as the state of a jaxsparse "
                 "transformation does. An island's own step may exchange between its devices only "
@@ -119,7 +120,6 @@ class Arithmetic:
             )
         params = self._widen(self.pick(state))
         outer = self._init_state(params)
-        check_optimizer(outer[0][1])
         for path, leaf in tree_flatten_with_path(outer)[0]:
             if leaf.dtype.name not in DTYPES:
                 raise ValueError(
@@ -127,7 +127,13 @@ class Arithmetic:
                     f"{keystr(path)}, which snapshots can't hold. Random keys, as those of "
                     "optax.add_noise, may stand in the state of step"
                 )
+        check_optimizer(self._optimizer, outer[0][1], part_of(params, self._places(params)[0]))
         return Shared(params, outer)
+
+    def check_optimizer_of(self, saved: Shared) -> None:
+        """Raises ValueError if a saved state is that of another optimizer."""
+        for (_, own), places in zip(saved.outer, self._places(saved.params)):
+            check_outer(self._optimizer, own, part_of(saved.params, places))
 
     def describe(self, shared: Shared, own: Any) -> tuple[tuple[int, ...], str]:
         """The words of each fragment's message, and a digest of what islands must have in common.

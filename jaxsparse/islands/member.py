@@ -22,6 +22,7 @@ from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.processes import check_alike, lead
 from jaxsparse.islands.protocol import Rounds
 from jaxsparse.islands.store import Objects, check_name
+from jaxsparse.outer.worker import check_unpacked
 
 _LOG = logging.getLogger("jaxsparse.islands")  # a line for each round
 _KEPT = 1000  # reports
@@ -99,6 +100,7 @@ class Member:
 
     def _begin_life(self, state: Any, settings: Mapping[str, Any]) -> tuple[IslandState, Exchange]:
         """The state from which a life begins, and the replay of the rounds since."""
+        check_unpacked(state, IslandState, "train.like(state)")
         is_saved = isinstance(state, IslandState)
         if is_saved and int(state.island) != self.rank:
             raise ValueError(
@@ -107,6 +109,8 @@ class Member:
             )
         worker = state.worker if is_saved else state
         shared, own = self.arithmetic.start(worker), self.arithmetic.pick(worker)
+        if is_saved:
+            self.arithmetic.check_optimizer_of(Shared(state.params, state.outer))
         words, digest = self.arithmetic.describe(shared, own)
         begins = {"digest of exchange and optimizer": digest, "round": "", "steps": ""}
         if is_saved:

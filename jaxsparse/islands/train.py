@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.arrays.settings import static_count, static_float
+from jaxsparse.arrays.settings import Stages, static_count, static_float
 from jaxsparse.islands.arithmetic import Arithmetic, Shared, has_residual, structs
 from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.member import IslandState, Member
@@ -110,9 +110,10 @@ class Islands:
             answer.
 
     Raises:
-        ValueError: from `join`, `exchange` is none, or not of one message; the state is another
-            island's; the store holds another run; or parameters are not on devices of all processes
-            of this island.
+        ValueError: from `join`, `exchange` is none, or not of one message; `optimizer` needs a loss
+            or changes the arrays of its state; the state is another island's, or another
+            optimizer's; the store holds another run; or parameters are not on devices of all
+            processes of this island.
         RuntimeError: from `join`, processes of this island differ. From a call, another process
             has joined under its name.
         ConnectionError: the store does not answer for `patience` seconds.
@@ -139,6 +140,12 @@ class Islands:
         patience: float = 600.0,
         alone: int = 0,
     ) -> None:
+        if isinstance(every, Stages):
+            raise ValueError(
+                f"every={every} changes during training, and islands take one number of steps: "
+                "give one. To go on with another, leave, and join with the state that leave "
+                "returned by an Islands of the same name"
+            )
         counts = {"every": every, "quorum": quorum, "snapshots": snapshots, "fragments": fragments}
         for label, count in counts.items():
             static_count(label, count)

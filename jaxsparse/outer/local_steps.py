@@ -40,6 +40,7 @@ from jaxsparse.outer.worker import (
     Worker,
     check_exchange,
     check_memory,
+    check_outer,
     second_copies,
 )
 from jaxsparse.processes.agreement import agree, compare_texts
@@ -146,10 +147,11 @@ class LocalSteps:
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
             than floating-point arrays, a fragment has no leaf, the state holds an exchange, or
-            something that is no array, or an array in another memory ("pinned_host"), or `exchange`
-            leaves out a parameter (`jaxsparse.check`) or has a delay. From a call: the workers
-            don't divide a batch; `t` is not the number of steps done; or `step` returns another
-            kind of state, or communicates over `axis_name`.
+            something that is no array, or an array in another memory ("pinned_host"), `exchange`
+            leaves out a parameter (`jaxsparse.check`) or has a delay, or `optimizer` needs a loss
+            or changes the arrays of its state. From a call: the workers don't divide a batch; `t`
+            is not the number of steps done; the state was made with another optimizer; or `step`
+            returns another kind of state, or communicates over `axis_name`.
             (On a mesh with other axes, where XLA itself may communicate, that is a warning.)
 
     Example:
@@ -196,6 +198,7 @@ class LocalSteps:
         worker = Worker(
             step,
             optax.chain(exchange, optimizer),
+            optimizer,
             axis_name,
             params or params_of,
             average,
@@ -416,7 +419,7 @@ class LocalSteps:
         return state.worker, batch, state.steps, state.weight, *rest
 
     def _check_fragments(self, state: LocalState) -> None:
-        """Raises ValueError if the state has other fragments, or weights where none are wanted."""
+        """Raises ValueError if the state was made with other fragments, weights or optimizer."""
         fragments = self.streaming.fragments
         if len(state.outer) != fragments:
             raise ValueError(
@@ -428,6 +431,8 @@ class LocalSteps:
                 "the state was made with a weight, and this LocalSteps has none, or the reverse: "
                 "give the same, or start from init with its global parameters"
             )
+        for p, (_, own) in enumerate(state.outer):
+            check_outer(self._worker.optimizer, own, self._worker.part(state.params, p))
 
     def _check(self, state: LocalState, batch: Any, rest: Any) -> None:
         """Raises ValueError if the state or arguments are others, or the step communicates."""

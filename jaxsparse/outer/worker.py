@@ -12,15 +12,16 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 from jaxtyping import Array, Bool, Int
 
-from jaxsparse.arrays.layout import check_arrays, narrow
+from jaxsparse.arrays.layout import check_arrays, named_shapes, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import wire
-from jaxsparse.comm.marks import PerWorker, is_marked, key_name, map_marked
+from jaxsparse.comm.marks import PerWorker, key_name, map_marked, own_leaves
 from jaxsparse.comm.meshes import kind_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback.options import check_transformation
 from jaxsparse.feedback.store import is_exchange, states_in
 from jaxsparse.outer.fragments import Rows, Streaming
+from jaxsparse.training.check import lacks_arguments
 from jaxsparse.training.means import check_counts
 
 # Flax's collection of scales and histories of fp8, whose gradients are their next values. The mean
@@ -68,6 +69,7 @@ class Worker(NamedTuple):
 
     train: Step
     outer: optax.GradientTransformationExtraArgs
+    optimizer: optax.GradientTransformation
     axis_name: str
     params: Select
     average: Select | None
@@ -76,7 +78,8 @@ class Worker(NamedTuple):
 
     def start(self, state: Any) -> LocalState:
         """The state of a worker that has this training state. For errors see `LocalSteps`."""
-        if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
+        check_unpacked(state, LocalState, "train.init(state)")
+        if own_leaves(state):
             raise ValueError(
                 "the state holds arrays of single workers, as the state of a jaxsparse "
                 "transformation does: a step exchanges nothing here, so give that as exchange"
@@ -96,7 +99,7 @@ class Worker(NamedTuple):
                 "this library alone: give LocalSteps(step, exchange, optimizer, mesh), such as "
                 'jaxsparse.quantized("int4") and optax.sgd(1.0)'
             )
-        check_optimizer(outer[0][1])
+        check_optimizer(self.optimizer, outer[0][1], self.part(params, 0))
         # Workers go on from the global parameters. With a delay these would lack the moves just
         # exchanged, so that workers would lose them for H steps, and the last ones for ever.
         if any(one.is_delayed for one in states_in(outer)):
@@ -335,13 +338,69 @@ def check_memory(state: Any) -> None:
             )
 
 
-def check_optimizer(state: Any) -> None:
-    """Raises ValueError if this is the state of an optimizer that exchanges the mean once more."""
+def check_unpacked(state: Any, kind: type, target: str) -> None:
+    """Raises ValueError if a training state is a saved one of `kind`, restored as dict or tuple.
+
+    `target` is the call that makes a target to restore into, in words.
+    """
+    fields: tuple[str, ...] = vars(kind)["_fields"]
+    is_dict = isinstance(state, Mapping) and {*fields} - {"weight"} <= {*state}  # Orbax drops ()
+    is_tuple = type(state) in (tuple, list) and len(state) == len(fields)
+    if is_dict or (is_tuple and own_leaves(state)):
+        raise ValueError(
+            f"state is a {type(state).__name__} with the fields of {kind.__name__}, as Orbax "
+            "restores a checkpoint without a target: restore it with one, as by orbax.checkpoint."
+            f"args.StandardRestore({target}), where state is a first training state"
+        )
+
+
+def check_optimizer(optimizer: optax.GradientTransformation, state: Any, params: Any) -> None:
+    """Raises ValueError unless an outer step can run an optimizer, which starts with this state."""
     if states_in(state):
         raise ValueError(
             "optimizer holds an exchange, which would exchange the mean once more: give the "
             "exchange as exchange, and a plain Optax optimizer, such as optax.sgd(1.0)"
         )
+    tx = optax.with_extra_args_support(optimizer)
+    step = lambda params, state: tx.update(params, state, params)[1]
+    params, before = _at_first(optimizer, params)
+    try:
+        after = jax.eval_shape(step, params, before)
+    except TypeError as error:
+        if not lacks_arguments(error):
+            raise
+        raise ValueError(
+            f"optimizer can't run in an outer step, which has no loss to give it ({error}): give "
+            "one that goes by updates alone, such as optax.sgd(1.0), and let the optimizer of step "
+            "go by the loss"
+        ) from error
+    if (old := named_shapes(before)) != (new := named_shapes(after)):
+        raise ValueError(
+            "optimizer can't run in an outer step, because its update changes the arrays of its "
+            f"state from {old} to {new}, as optax.monitor does: leave it out, and measure the "
+            "global parameters beside the step"
+        )
+
+
+def _at_first(optimizer: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+    """The shapes of parameters, on no mesh, and of an optimizer's first state."""
+    struct = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+    params = jax.tree.map(struct, params)
+    return params, jax.eval_shape(optimizer.init, params)
+
+
+def check_outer(optimizer: optax.GradientTransformation, state: Any, params: Any) -> None:
+    """Raises ValueError if a saved state of an outer optimizer is that of another one."""
+    there, needed = named_shapes(state), named_shapes(_at_first(optimizer, params)[1])
+    for name in [*there, *needed]:
+        if there.get(name) != needed.get(name):
+            words = lambda shape: "nothing" if shape is None else f"an array of shape {shape}"
+            raise ValueError(
+                f"the state was made with another optimizer: its optimizer's state has "
+                f"{words(there.get(name))} at {name}, and this optimizer needs "
+                f"{words(needed.get(name))}: give the same, or start anew with its global "
+                "parameters"
+            )
 
 
 def displacement(params: Any, own: Any) -> Any:

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from jaxsparse.feedback.front import MEANS_OF_MOMENTUM
-from jaxsparse.feedback.mixtures import DELIVERED, NUMBER, PARAMETERS, STATE, Mixtures
+from jaxsparse.feedback.mixtures import (
+    DELIVERED,
+    NUMBER,
+    PARAMETERS,
+    STATE,
+    Mixtures,
+    Operations,
+)
 
 
 def warn_of_chains(program: Jaxpr, gradients: int, parameters: int) -> None:
@@ -63,6 +70,28 @@ def warn_of_chains(program: Jaxpr, gradients: int, parameters: int) -> None:
             "gradients are large: keep them out of it, as in optax.multi_transform({'train': "
             "optax.chain(jaxsparse.spardl(0.01), optimizer), 'freeze': optax.set_to_zero()}, "
             "labels), or take gradients of the others alone"
+        )
+
+
+def warn_of_masks(program: Jaxpr, other: Jaxpr) -> None:
+    """Warns if other operations lead to an exchange in `other`, for parameters of other shapes."""
+    here, there = Operations(), Operations()
+    for found, each in ((here, program), (there, other)):
+        found.program(each, [None] * len(each.invars))
+    shapes = {
+        shape
+        for (shape, made), (_, wanted) in zip(here.delivered, there.delivered)
+        if made != wanted
+    }
+    if shapes:
+        _warn(
+            "in front of the exchange, gradients have a row for each worker, and what is done to "
+            f"parameters of shapes {sorted(shapes)} goes by the number of axes or elements of "
+            "their rows, as by a mask or labels that are a function: one for p.ndim > 1 takes "
+            "biases, too. Give a tree made from the parameters, jax.tree.map(lambda p: p.ndim > 1, "
+            "params), or put the transformation behind the exchange or in jaxsparse.per_worker. If "
+            'it is for rows, filter this warning: warnings.filterwarnings("ignore", "in front of '
+            'the exchange")'
         )
 
 

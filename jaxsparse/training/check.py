@@ -1,18 +1,22 @@
 """A check that rows of gradients end in an exchange, and nowhere else."""
 
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.extend.core import ClosedJaxpr
 
+from jaxsparse.arrays.layout import named_shapes
 from jaxsparse.comm import meshes
 from jaxsparse.feedback import front
-from jaxsparse.training.chains import warn_of_chains
+from jaxsparse.training.chains import warn_of_chains, warn_of_masks
 
 # So many workers are traced. Few sizes of arrays are equal to it by chance.
 _WORKERS = 3
+# And so many to see whether that changes what is done. Rows of a mask by size are larger then.
+_MORE_WORKERS = 64
 
 
 def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "data") -> None:
@@ -24,9 +28,10 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
     `optax.clip_by_global_norm` does, or keep them in its state, as `optax.trace` does. The first is
     refused without this check, where `value_and_grad` and `update` are in one `jax.jit`.
 
-    It traces `tx.init` and `tx.update` once, for a few workers, and computes nothing. It also warns
-    of what trains otherwise than it reads: clips, weight decay and momentum behind an exchange with
-    momentum, and updates that are exchanged and dropped.
+    It traces `tx.init` and `tx.update` for a few workers, and computes nothing. It also warns of
+    what trains otherwise than it reads: clips, weight decay and momentum behind an exchange with
+    momentum, updates that are exchanged and dropped, and masks in front of an exchange that are
+    functions and tell vectors by their number of axes, which rows have one more of.
 
     Args:
         tx: the whole chain.
@@ -46,46 +51,104 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
         ...
         ValueError: the chain mixes the rows of workers. In front of the exchange, the ...
     """
-    struct = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-    own = jax.tree.map(struct, params)
-    # Gradients are those of the parameters that `optax.lookahead` moves at each step.
-    moved = own.fast if isinstance(own, optax.LookaheadParams) else own
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((_WORKERS, *x.shape), x.dtype), moved)
-    how = meshes.Running(None, axis_name, workers=_WORKERS)
-    inside = optax.with_extra_args_support(tx).update
-    update = lambda rows, *given: inside(front.marked(rows), *given)
-    with meshes.running(how), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        state = jax.eval_shape(tx.init, own)
-        try:
-            program, (updates, after) = jax.make_jaxpr(update, return_shape=True)(rows, state, own)
-        except (TypeError, AttributeError) as error:
-            raise ValueError(
-                f"the chain does not take gradients with a row for each worker "
-                f"({str(error).splitlines()[0]}). If a wrapper around the exchange combines them, "
-                "as optax.contrib.mechanize does, hides some, as optax.masked does (whose mask, if "
-                "it is a function, sees rows), or branches, as optax.apply_if_finite and "
-                "optax.conditionally_transform do, put it behind the exchange, which skips steps "
-                "that are not finite by itself. Accumulate gradients by a scan over microbatches "
-                "in place of optax.MultiSteps"
-            ) from error
-    gradients = len(jax.tree.leaves(rows))
+    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    program, state, updates, after = _traced(tx, own, axis_name)
+    gradients = len(jax.tree.leaves(_differentiated(own)))
     warn_of_chains(program.jaxpr, gradients, len(jax.tree.leaves(own)))
     problems = [*map(front.refusal, front.mixed_in(program.jaxpr))]
-    shapes = lambda tree: {keystr(path): x.shape for path, x in tree_leaves_with_path(tree)}
-    wanted = shapes(own)
-    for name, shape in shapes(updates).items():
+    wanted = named_shapes(own)
+    for name, shape in named_shapes(updates).items():
         if shape != wanted.get(name):
             problems.append(
                 f"The update{name} has shape {shape}, and its parameter {wanted.get(name)}: no "
                 "exchange takes it. Chain one in front, as in optax.chain(jaxsparse.dense(), "
                 "optimizer)"
             )
-    before = shapes(state)
-    for name, shape in shapes(after).items():
-        if shape != before.get(name):
+    before = named_shapes(state)
+    for name, shape in named_shapes(after).items():
+        if shape != before.get(name, shape):  # optax.monitor has arrays from its first step on
             problems.append(
                 f"The state{name} has shape {before.get(name)} at first and {shape} after a step: "
                 "put its transformation behind the exchange, or in jaxsparse.per_worker"
             )
     if problems:
         raise ValueError("the chain mixes the rows of workers. " + ". ".join(problems))
+    _warn_of_masks(tx, own, axis_name, program)
+
+
+def _warn_of_masks(
+    tx: optax.GradientTransformation, own: Any, axis_name: str, program: ClosedJaxpr
+) -> None:
+    """Warns of masks in front of the exchange that see rows, as they are functions.
+
+    They show where the numbers of axes and of elements are others, and nothing else is: where
+    vectors are scalars, and there are more workers.
+    """
+    thin = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((), x.dtype) if len(x.shape) == 1 else x, own
+    )
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            other = _traced(tx, thin, axis_name, _MORE_WORKERS)[0]
+    except Exception:  # it was made for these shapes alone, and nothing is known
+        return
+    warn_of_masks(program.jaxpr, other.jaxpr)
+
+
+def _differentiated(own: Any) -> Any:
+    """The parameters that have gradients: those that `optax.lookahead` moves at each step."""
+    return own.fast if isinstance(own, optax.LookaheadParams) else own
+
+
+def _traced(
+    tx: optax.GradientTransformation, own: Any, axis_name: str, workers: int = _WORKERS
+) -> tuple[ClosedJaxpr, Any, Any, Any]:
+    """The program of an update, the state before it, and what it returns, as shapes.
+
+    A chain gets Optax's arguments of a loss and its mean gradient if it asks for them.
+    """
+    moved = _differentiated(own)
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), moved)
+    how = meshes.Running(None, axis_name, workers=workers)
+    inside = optax.with_extra_args_support(tx).update
+
+    def update(rows: Any, state: Any, own: Any) -> Any:
+        return inside(front.marked(rows), state, own)
+
+    def update_by_loss(rows: Any, state: Any, own: Any) -> Any:
+        zero, means = jnp.zeros(()), jax.tree.map(jnp.zeros_like, _differentiated(own))
+        given = {"value": zero, "grad": means, "value_fn": lambda params: zero}
+        return inside(front.marked(rows), state, own, **given)
+
+    with meshes.running(how), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        state = jax.eval_shape(tx.init, own)
+        trace = lambda update: jax.make_jaxpr(update, return_shape=True)(rows, state, own)
+        try:
+            try:
+                program, result = trace(update)
+            except TypeError as error:
+                if not lacks_arguments(error):
+                    raise
+                program, result = trace(update_by_loss)
+        except (TypeError, AttributeError) as error:
+            text = str(error).splitlines()[0]
+            if lacks_arguments(error):
+                raise ValueError(
+                    f"the chain takes arguments that check does not know ({text}): it gives value, "
+                    "grad and value_fn. Give the others in a transformation around it, as in "
+                    "optax.GradientTransformation(tx.init, functools.partial(tx.update, ...))"
+                ) from error
+            raise ValueError(
+                f"the chain does not take gradients with a row for each worker ({text}). If a "
+                "wrapper around the exchange combines them, as optax.contrib.mechanize does, hides "
+                "some, as optax.masked does (whose mask, if it is a function, sees rows), or "
+                "branches, as optax.apply_if_finite and optax.conditionally_transform do, put it "
+                "behind the exchange, which skips steps that are not finite by itself. Accumulate "
+                "gradients by a scan over microbatches in place of optax.MultiSteps"
+            ) from error
+    return program, state, *result
+
+
+def lacks_arguments(error: Exception) -> bool:
+    """Whether a transformation was called without an argument by name that it must have."""
+    return isinstance(error, TypeError) and "required keyword-only argument" in str(error)

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import KeyPath, tree_leaves_with_path, tree_map_with_path
 from jaxtyping import Array, Bool
 
+from jaxsparse.arrays.layout import named_shapes
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker, is_marked
@@ -156,6 +157,16 @@ def per_worker(
         try:
             delivered, after = tx.update(updates, before, params, **extra_args)
         except Exception as error:
+            nodes = jax.tree.leaves((before, updates), is_leaf=_is_masked)
+            first = lambda: jax.eval_shape(tx.init, updates)
+            if any(map(_is_masked, nodes)) and named_shapes(before) != named_shapes(first()):
+                raise ValueError(
+                    f"per_worker's state of {name} was made for other leaves than these gradients: "
+                    "around it, as in optax.masked or optax.multi_transform, stands a mask or "
+                    "labels that are a function, which sees gradients with a row for each worker. "
+                    "Give a tree made from the parameters, as jax.tree.map(lambda p: p.ndim > 1, "
+                    "params), or put per_worker around the mask"
+                ) from error
             error.add_note(
                 f"{name} raised this inside per_worker, which runs it on one worker's gradients as "
                 "Optax does: its update must work by itself, on the same parameters and arguments"
@@ -180,13 +191,13 @@ def spec_like(
     return next((of_params[end] for end in ends if end in of_params), PartitionSpec())
 
 
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
 def _check_same(name: str, before: Any, after: Any) -> None:
     """Raises ValueError if a state's arrays are not those of the state before."""
-    old, new = (
-        {keystr(path): jnp.shape(x) for path, x in tree_leaves_with_path(state)}
-        for state in (before, after)
-    )
-    if old != new:
+    if (old := named_shapes(before)) != (new := named_shapes(after)):
         raise ValueError(
             f"{name} can't run in per_worker, because its update changes the arrays of its state "
             f"from {old} to {new}: put it behind the exchange, or leave it out"
