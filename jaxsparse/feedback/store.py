@@ -430,4 +430,9 @@ def _seen(node: Any) -> str:
 
 def _text(shape: Sequence[int], dtype: Any, is_own: bool) -> str:
     kind = "per-worker " if is_own else ""
-    return f"{kind}{jnp.dtype(dtype).name}{list(shape)}"
+    sizes = (
+        ["W" if is_own and shape[:1] == (1,) else str(shape[0]), *map(str, shape[1:])]
+        if shape
+        else []
+    )
+    return f"{kind}{jnp.dtype(dtype).name}[{', '.join(sizes)}]"

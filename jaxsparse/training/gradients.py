@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -100,6 +101,7 @@ def value_and_grad(
         >>> values.tolist(), grads.tolist()
         ([3.0, 7.0], [[1.0, 2.0], [3.0, 4.0]])
     """
+    argnums = int(argnums) if isinstance(argnums, Integral) else argnums
     differentiate = _differentiated(fun, argnums, has_aux)
 
     @functools.wraps(fun)
