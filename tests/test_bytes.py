@@ -31,7 +31,8 @@ def test_payload(name):
     sent = traffic.wire_bytes(compiled_step(make(), mesh(workers)))
     assert {c.op for c in sent.collectives} == {"all-reduce"}
     assert {c.group_size for c in sent.collectives} == {workers}
-    assert sent.payload == 4 * (words + DENSE + 1)
+    flag = name != "dense"  # where what is not finite shows in the mean
+    assert sent.payload == 4 * (words + DENSE + flag)
     assert sent.received == pytest.approx(2 * (workers - 1) / workers * sent.payload)
 
 

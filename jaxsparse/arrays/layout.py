@@ -84,6 +84,11 @@ class Layout(NamedTuple):
         return tuple(_size(pieces) for pieces in self.buckets)
 
     @property
+    def dense_sizes(self) -> tuple[int, ...]:
+        """Numbers of elements of the leaves in the dense vector, in their order."""
+        return tuple(_size([piece]) for piece in self.dense)
+
+    @property
     def dense_size(self) -> int:
         return _size(self.dense)
 

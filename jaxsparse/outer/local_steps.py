@@ -45,7 +45,7 @@ from jaxsparse.outer.worker import (
 )
 from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
-from jaxsparse.training.batches import AS_OTHER_SHAPE, as_long
+from jaxsparse.training.batches import AS_OTHER_SHAPE, as_long, check_closed_over
 from jaxsparse.training.check import check
 from jaxsparse.training.sharding import count_workers, shard
 
@@ -218,7 +218,10 @@ class LocalSteps:
         parts = range(self.streaming.fragments)
         alone = functools.partial(make, batch_argnums=())
         of_all = lambda f, run: [run(functools.partial(f, fragment=p)) for p in parts]
-        self.inner = make(worker.step)
+        closes_over = lambda program, batches: check_closed_over(
+            program, batches, self._workers, AS_OTHER_SHAPE
+        )
+        self.inner = make(worker.step, check=closes_over)
         self.outer = of_all(worker.exchange, alone)
         self.streamed = of_all(worker.step_beside, make)
         mix = lambda fragments, mixing: alone(

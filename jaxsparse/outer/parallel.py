@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh
 from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
@@ -17,7 +18,7 @@ from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
 from jaxsparse.comm.meshes import Running, context_of, inner_axes, running
 from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.processes.calls import Step
-from jaxsparse.training.batches import AS_OTHER_SHAPE, check_batches, check_closed_over
+from jaxsparse.training.batches import check_batches
 from jaxsparse.training.gradients import OwnAndEqual, on_workers, run_manually, run_mapped
 from jaxsparse.training.sharding import count_workers, warn_of_copies
 from jaxsparse.training.watching import checks_of
@@ -30,6 +31,7 @@ def run_on_workers(
     axis_name: str = "data",
     batch_argnums: int | Sequence[int] = 1,
     donate_argnums: int | Sequence[int] = (),
+    check: Callable[[Jaxpr, Any], None] = lambda program, batches: None,
 ) -> Step:
     """Compiles one worker's function for all workers.
 
@@ -41,6 +43,7 @@ def run_on_workers(
         axis_name: the axis of the workers, bound inside `step`.
         batch_argnums: numbers of the arguments whose arrays are split along their first axis.
         donate_argnums: as for `jax.jit`.
+        check: is given the program of one worker, and the batches, where there are any.
 
     Raises:
         ValueError: the mesh has no such axis or no worker. At the call: the workers don't divide a
@@ -75,10 +78,8 @@ def run_on_workers(
         with running(Running(whole, axis_name)), context_of(whole if inner else None):
             if has_model:
                 of_batch = [path[0].idx in batches for path, _ in flat]
-                check = lambda program: check_closed_over(
-                    program, [args[i] for i in batches], workers, AS_OTHER_SHAPE
-                )
-                run = on_workers(body, workers, whole, axis_name, is_split, of_batch, check)
+                checked = lambda program: check(program, [args[i] for i in batches])
+                run = on_workers(body, workers, whole, axis_name, is_split, of_batch, checked)
             elif whole is None or (inner and AxisType.Explicit not in kinds.values()):
                 run = run_mapped(body, workers, whole, axis_name, is_split)
             else:
