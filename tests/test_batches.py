@@ -109,6 +109,10 @@ def test_a_loss_that_closes_over_rows_is_refused(where):
     text = r"closes over an array of shape \(3, 5\), which has as many rows as the batch"
     with pytest.raises(ValueError, match=text):
         jaxsparse.grad(closed(WEIGHTS), **where)(W, X)
+    kept = jnp.asarray(WEIGHTS)
+    inner = jax.jit(lambda w, x: loss(w, x, kept))
+    with pytest.raises(ValueError, match=text):
+        jaxsparse.grad(lambda w, x: 2 * inner(w, x), **where)(W, X)
     inside = lambda w, x, weights: jaxsparse.grad(closed(2 * weights), **where)(w, x)
     with pytest.raises(ValueError, match=text):
         jax.jit(inside)(W, X, WEIGHTS)
@@ -124,7 +128,9 @@ def test_a_loss_closes_over_arrays_of_the_step():
     start, inputs, held = put(W), put(X, "data"), put(np.float32([0.3, 0.7]))
 
     def of(scale, w, x):
-        return scale[0] * jnp.mean(jnp.sin(x @ (w * scale)) ** 2) + jnp.sum(held * w)
+        return scale[0] * jnp.mean(jnp.sin(x @ (w * scale)) ** 2) + jnp.sum(
+            jnp.where(w > 0, held, w)
+        )
 
     expected = jax.grad(of, 1)(held, W, X)
     uses = lambda scale: lambda w, x: of(scale, w, x) + 0 * jax.lax.pmean(w.sum(), "data")

@@ -100,6 +100,9 @@ MIXED = {
     "in a function": jax.jit(each(lambda x: x / jnp.linalg.norm(x.ravel()))),
     "in a branch": lambda g: jax.lax.cond(g["w"].sum() > 0, lambda g: g, each(lambda x: 2 * x), g),
     "in a loop": lambda g: jax.lax.fori_loop(0, 3, lambda i, g: each(lambda x: x - x.max())(g), g),
+    "while the norm is large": lambda g: jax.lax.while_loop(
+        lambda g: optax.tree.norm(g) > 0.5, each(lambda x: x / 2), g
+    ),
     "quantile": each(lambda x: jnp.clip(x, -1, jnp.quantile(x, 0.9))),
     "softmax": each(lambda x: jax.nn.softmax(x, axis=0)),
     "less the mean": each(lambda x: x - x.mean(0)),

@@ -226,6 +226,48 @@ def test_gradients_that_are_sums_already_are_refused(place):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
 
+def test_sums_by_hand_beside_means_of_workers():
+    """Called at one place, and handed over as they are, where no line tells one from the other."""
+    where = mesh_of((4, 2))
+    by_sum = by_hand(lambda g: lax.psum(g, "data") / 4)
+    mean = lambda x: lax.pmean(x, "data")
+
+    def called(w, x):
+        a, h = w["a"], x
+        for f in (by_sum, mean):
+            a = f(a)
+        return jnp.mean((h @ a) ** 2)
+
+    def handed(w, x):
+        over = lambda f, x: jax.shard_map(
+            f, mesh=where, in_specs=P(None, "tp"), out_specs=P(None, "tp"), check_vma=False
+        )(x)
+        return jnp.mean((x @ over(by_sum, w["a"])) ** 2) + jnp.sum(over(mean, x @ w["a"]))
+
+    for loss in (called, handed):
+        with pytest.raises(ValueError, match="custom derivative of what is called at"):
+            jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+def test_a_function_that_communicates_has_a_derivative_that_does():
+    """The rule of the forward pass calls the function, as JAX's pages write it."""
+    where = mesh_of((4, 2))
+
+    @jax.custom_vjp
+    def centred(h):
+        return h - lax.pmean(h.mean(0, keepdims=True), "data")
+
+    back = lambda _, g: (g - lax.pmean(g.mean(0, keepdims=True), "data"),)
+    centred.defvjp(lambda h: (centred(h), None), back)
+    spec = P("data")
+    split = jax.shard_map(centred, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
+    for f in (centred, split):
+        of = lambda f: lambda w, x: jnp.mean(jnp.tanh(f(x @ w["a"])) ** 2)
+        plain = jax.vmap(jax.grad(of(centred)), (None, 0), axis_name="data")
+        found = jaxsparse.grad(of(f), mesh=where)(*put(where, 4))
+        check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+
+
 def norm(where):
     """A norm whose spec cuts weights over workers, as ZeRO does by hand."""
     spec = P("data", "tp")
@@ -671,7 +713,7 @@ def test_jax_is_as_it_was_afterwards_and_in_other_threads():
     where = mesh_of((4, 2))
     module, mapping, primitive = compat.shard_map_functions()
     private = lambda: (module._shmap_checks, module.broadcast_prefix, primitive.bind)
-    before = private(), mapping.spmd_names_insert_pvary
+    before = private(), mapping.spmd_names_insert_pvary, jax.custom_vjp.__call__
     params, x = put(where, 4)
     loss = FORMS["elementwise"](Way(where, True, False, is_given=True))
     inside, done, found = threading.Event(), threading.Event(), []
@@ -692,7 +734,7 @@ def test_jax_is_as_it_was_afterwards_and_in_other_threads():
         jaxsparse.grad(traced, mesh=where)(params, x)
     thread.join()
     check(found[0], jax.tree.map(lambda g: g.mean(0), forms.right("elementwise", 4)[1]))
-    assert (private(), mapping.spmd_names_insert_pvary) == before
+    assert (private(), mapping.spmd_names_insert_pvary, jax.custom_vjp.__call__) == before
 
 
 def test_a_release_that_moves_jaxs_functions_is_told(monkeypatch):

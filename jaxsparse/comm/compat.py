@@ -162,6 +162,20 @@ def scoped(program: Jaxpr, scopes: str = "") -> Iterator[tuple[Any, str]]:
             yield from scoped(inner, inside)
 
 
+def without_context(equation: Any) -> Any:
+    """An equation that was traced with a mesh in context, as with that which is in context now."""
+    mesh = getattr(equation.ctx, "cur_abstract_mesh", None)
+    if mesh is None or mesh.empty:
+        return equation
+    return equation.replace(ctx=type(equation.ctx)())
+
+
+def has_mesh(variable: Any) -> bool:
+    """Whether the type of a variable has a mesh."""
+    sharding = getattr(variable.aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
+
+
 def renamed_axes(parameters: dict[str, Any], before: str, after: str) -> dict[str, Any]:
     """The parameters of a collective that name an axis, with another name for it."""
     other = lambda name: after if name == before else name

@@ -82,10 +82,13 @@ class Reading(Generic[T]):
                 self.depth -= 1
                 return made
             if name == "while":
-                given = inputs[equation.params["cond_nconsts"] :]
-                constants = equation.params["body_nconsts"]
+                outside = equation.params["cond_nconsts"]
+                given, constants = inputs[outside:], equation.params["body_nconsts"]
                 body = equation.params["body_jaxpr"].jaxpr
-                return self._repeated(body, given, constants, len(given) - constants)
+                made = self._repeated(body, given, constants, len(given) - constants)
+                test = equation.params["cond_jaxpr"].jaxpr
+                (again,) = self.program(test, [*inputs[:outside], *made])
+                return [self.join((again, x)) for x in made]
             if name == "cond":
                 branches = [self.program(branch, inputs[1:]) for branch in programs]
                 return [self.join((inputs[0], *each)) for each in zip(*branches)]

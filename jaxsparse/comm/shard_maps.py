@@ -3,7 +3,7 @@
 Trainers write a `jax.shard_map` for the whole mesh, whose specs cut the batch over the workers. One
 worker's function sees its own rows, which are whole along that axis. So the axis has to leave the
 specs before JAX looks at shapes, and before it differentiates: a program that was transposed with
-the axis has sums over workers in it. JAX offers no place for that, so four of its functions are
+the axis has sums over workers in it. JAX offers no place for that, so five of its functions are
 replaced while any thread traces a worker's function. They look at a `ContextVar` and change nothing
 for others. If a release of JAX moves them, `can_leave_out` is false, and a `shard_map` that names
 the axis is refused (`jaxsparse.training.one_worker`).
@@ -46,6 +46,7 @@ class Tracing:
         has_named: whether there was a `shard_map` with checked types that names the axis.
         places: where shard_maps that name the axis are.
         made: the dimensions that the `out_specs` that JAX read last cut over the axis.
+        derivatives: how many functions with a derivative of their own were called.
     """
 
     axis_name: str
@@ -57,6 +58,7 @@ class Tracing:
     has_named: bool = False
     places: list[str] = dataclasses.field(default_factory=list)
     made: list[int | None] = dataclasses.field(default_factory=list)
+    derivatives: int = 0
 
 
 _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
@@ -66,6 +68,8 @@ _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
 _HAS_NO_CASTS: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "jaxsparse_no_casts", default=False
 )
+# The scope of operations in the rules of a `jax.custom_vjp`, and behind it which rule and call.
+SCOPE = "jaxsparse_rule"
 _LOCK = threading.Lock()
 _threads = 0  # that trace now
 _originals: tuple[Any, ...] = ()
@@ -138,7 +142,10 @@ def _replace(more: int) -> None:
         if _threads == 1 and more == 1:
             cast = batching.spmd_names_insert_pvary
             checks, prefix = module._shmap_checks, module.broadcast_prefix
-            _originals = checks, prefix, cast
+            call = jax.custom_vjp.__call__
+            _originals = checks, prefix, cast, call
+            wrapped = functools.wraps(call)(lambda *args, **kwargs: _called(call, *args, **kwargs))
+            setattr(jax.custom_vjp, "__call__", wrapped)  # noqa: B010 - types refuse to assign
             batching.spmd_names_insert_pvary = lambda *args: (
                 args if _HAS_NO_CASTS.get() else cast(*args)
             )
@@ -151,8 +158,32 @@ def _replace(more: int) -> None:
                 module._shmap_checks,
                 module.broadcast_prefix,
                 batching.spmd_names_insert_pvary,
+                call,
             ) = _originals
+            setattr(jax.custom_vjp, "__call__", call)  # noqa: B010
             del primitive.bind  # that of its class is left
+
+
+def _called(original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function with a derivative of its own, whose operations have scopes of their own.
+
+    So that a derivative that communicates is known, see `SCOPE`.
+    """
+    tracing = _TRACING.get()
+    if tracing is None or f.fwd is None or f.bwd is None:
+        return original(f, *args, **kwargs)
+    tracing.derivatives += 1
+    number, own = tracing.derivatives, object.__new__(type(f))
+    within = lambda f, kind: functools.wraps(f)(
+        lambda *args: _in_scope(f, f"{SCOPE}_{kind}_{number}", args)
+    )
+    vars(own).update(vars(f) | {"fwd": within(f.fwd, "forward"), "bwd": within(f.bwd, "backward")})
+    return original(own, *args, **kwargs)
+
+
+def _in_scope(f: Callable[..., Any], scope: str, args: Any) -> Any:
+    with jax.named_scope(scope):
+        return f(*args)
 
 
 def _checked(

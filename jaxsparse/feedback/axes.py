@@ -226,7 +226,8 @@ class RowsReading(Reading[Known]):
         if name in ONE_BY_ONE:
             return inputs
         if (found := self._moved(equation, inputs)) is None:
-            found = TRUSTED if "vmap(" in self.scopes else place(self.around or equation)
+            knows_rows = self.is_strict and "vmap(" in self.scopes  # it was written for rows
+            found = TRUSTED if knows_rows else place(self.around or equation)
         return every(found)
 
     def _moved(self, equation: Any, inputs: list[Known]) -> Known:

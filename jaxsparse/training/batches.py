@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from jaxsparse.comm import compat
 from jaxsparse.comm.marks import module_in, own_leaves
 from jaxsparse.comm.static_leaves import Static
 
@@ -146,7 +147,9 @@ def check_closed_over(program: Jaxpr, batches: Any, workers: int, to_keep: str) 
     """
     if workers == 1 or workers not in {jnp.shape(x)[0] for x in jax.tree.leaves(batches)}:
         return
-    for shape in (getattr(x.aval, "shape", ()) for x in program.constvars):
+    inside = (x for e, _ in compat.scoped(program) for x in compat.inner_programs(e.params))
+    held = (x for each in (program, *inside) for x in each.constvars)
+    for shape in (getattr(x.aval, "shape", ()) for x in held):
         if shape[:1] == (workers,):
             raise ValueError(
                 f"the function of one worker closes over an array of shape {shape}, which has as "

@@ -278,14 +278,11 @@ def on_workers(
         is_mapped = mesh is None or bool(inner) or one_worker.knows_mesh(program.jaxpr)
         is_mapped |= has_own_branches and one_worker.branches_on(program.jaxpr, axis_name)
         in_context = not jax.sharding.get_abstract_mesh().empty
-        if (
-            mesh is not None
-            and not is_mapped
-            and (in_context or one_worker.uses(program.jaxpr, axis_name))
-        ):
-            # A program has types of the mesh in context, and an exchange another form where its
-            # axis is manual: it is traced there. JAX fails there on jax.ensure_compile_time_eval,
-            # by an assertion.
+        # An exchange in a step has another form where its axis is manual, and a program has types
+        # of the mesh in context: it is traced there. JAX fails there, by an assertion, on
+        # jax.ensure_compile_time_eval.
+        has_form = not has_own_branches and one_worker.uses(program.jaxpr, axis_name)
+        if mesh is not None and not is_mapped and (in_context or has_form):
             with contextlib.suppress(AssertionError):
                 again = functools.partial(traced_inside, closed=program.consts)
                 return manually(again, *leaves, *program.consts)
@@ -300,6 +297,8 @@ def on_workers(
             return manually(as_fun, *leaves, *program.consts)
         whole = [False] * len(program.consts)
         mapped = run_mapped(as_fun, workers, mesh, axis_name, [*is_split, *whole], one_worker.ROWS)
+        if mesh is None and one_worker.knows_mesh(program.jaxpr):
+            mapped = jax.jit(mapped)  # JAX runs no mapped shard_map as it is read
         return mapped(*leaves, *program.consts)
 
     def manually(f: Callable[..., OwnAndEqual], *given: Any) -> OwnAndEqual:

@@ -11,6 +11,7 @@ A gradient is traced as a whole, and mapped over workers afterwards, so that JAX
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -366,29 +367,32 @@ class _RowsOfBatch(RowsReading):
                 self._astray.add(id(mark))
 
 
+_RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward)_(\d+)")
+
+
 def check_sums(program: Jaxpr, axis_name: str) -> None:
     """Raises ValueError if a custom derivative communicates between workers, and its function not.
 
     Under `jax.jit` it sums gradients over the batch's axes by hand. Here each worker's are its own.
-    JAX gives what a backward pass computes the place of what it is the derivative of. A cast to
-    varying has a sum for its derivative.
     """
-    places, backward = set[tuple[str, ...]](), list[tuple[Any, tuple[str, ...]]]()
+    forward, backward = set[str](), dict[str, Any]()
     for equation, scopes in compat.scoped(program):
-        name, frames = equation.primitive.name, compat.frames_of(equation)
+        name = equation.primitive.name
         if axis_name not in compat.axes_of(equation.params):
             continue
-        if "transpose(" not in scopes:  # of the function, and of those that called it
-            if name in compat.OPCODES or name in compat.CASTS:
-                places |= {frames[i:] for i in range(len(frames) + 1)}
-        elif name in compat.OPCODES:
-            backward.append((equation, frames))
-    for equation, frames in backward:
-        if frames not in places:
+        for kind, call in _RULE.findall(scopes):
+            # A cast to varying has a sum for its derivative.
+            if kind == "forward" and (name in compat.OPCODES or name in compat.CASTS):
+                forward.add(call)
+            elif kind == "backward" and name in compat.OPCODES:
+                backward.setdefault(call, equation)
+    for call, equation in backward.items():
+        if call not in forward:
             raise ValueError(
-                f"the custom derivative of what is called at {frames[0]} communicates over the "
-                f"workers' axis {axis_name!r} by {equation.primitive.name}, and its function does "
-                "not: each worker's gradient is its own here, so leave that out of the derivative"
+                f"the custom derivative of what is called at {compat.place_of(equation)} "
+                f"communicates over the workers' axis {axis_name!r} by {equation.primitive.name}, "
+                "and its function does not: each worker's gradient is its own here, so leave that "
+                "out of the derivative"
             )
 
 

@@ -71,6 +71,23 @@ class _Rewriting:
             self._known[id(program)] = found
         return found[1]
 
+    def _untyped(self, program: Jaxpr) -> Jaxpr:
+        """The program of a loop or a call, without the mesh in the types of its values.
+
+        Values over which a function closes have one, and where all axes are manual is another.
+        """
+        if self._has_auto or not any(map(compat.has_mesh, program.invars)):
+            return program
+        known = self._known.get(-id(program))
+        if known is None:
+            avals: list[Any] = [x.aval for x in program.invars]
+            types = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
+            axes = [(self._axis_name, self._workers)]
+            run = jaxpr_as_fun(ClosedJaxpr(program, ()))
+            known = program, jax.make_jaxpr(run, axis_env=axes)(*types).jaxpr
+            self._known[-id(program)] = known
+        return known[1]
+
     def _effects(self, program: Any) -> Any:
         if not self._is_mapped:
             return program.effects
@@ -82,6 +99,7 @@ class _Rewriting:
             return compat.unconstrained(equation)
         changed = _shardings_of(equation, self._axis_name) if is_on_mesh else {}
         if not self._has_auto:  # what is made of values on the mesh has the mesh, too
+            equation = compat.without_context(equation)
             is_sharding = lambda value: isinstance(value, NamedSharding)
             changed |= {key: None for key, value in equation.params.items() if is_sharding(value)}
         if self._is_mapped:
@@ -98,9 +116,13 @@ class _Rewriting:
 
     def _inside(self, value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
-            return self.closed(value)
+            closed = self.closed(value)
+            if closed.consts or (jaxpr := self._untyped(closed.jaxpr)) is closed.jaxpr:
+                return closed
+            return self._known.setdefault(-id(closed), (closed, closed.replace(jaxpr=jaxpr)))[1]
         if isinstance(value, Jaxpr):
-            return self.open(value)
+            program = self.open(value)
+            return program if program.constvars else self._untyped(program)
         if type(value) in (tuple, list):
             return type(value)(map(self._inside, value))
         return value
