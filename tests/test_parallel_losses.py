@@ -80,7 +80,7 @@ ALL = [
     for named in (False, True)
     for checked in (False, True)
     for known in (False, True)
-    if shape == (4, 2) or known == (named == checked)
+    if shape == (4, 2) or (known == (named == checked) and (shape != (8, 1) or named > checked))
 ]
 # The usual form of trainers, and what was wrong in silence.
 USUAL = [((4, 2), True, True, False), ((4, 2), False, False, True)]
@@ -101,8 +101,9 @@ def test_rows_are_plain_gradients(form, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("checked", [False, True])
-@pytest.mark.parametrize("shape", [(4, 2), (8,)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "checked"), [((4, 2), False), ((4, 2), True), ((8,), False)], ids=str
+)
 def test_local_steps(form, checked, shape):
     """The inner steps of workers, whose displacements have the mean of their gradients."""
     where, workers = mesh_of(shape), shape[0]
