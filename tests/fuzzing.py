@@ -723,7 +723,6 @@ def _check_step(program, gradients, update, before, after):
     was, now = Books.of(program, before), Books.of(program, after)
     packed, decay = program.is_compressed, program.momentum or 0.0
     g, dense = gradients[:, packed], gradients[:, ~packed]
-    g = np.where(np.isfinite(g), g, 0)
     own = was.momentum if was.momentum.ndim == 2 else np.zeros_like(g)
 
     entering = program.fading * np.abs(was.residual) + decay * np.abs(own) + np.abs(g)
@@ -738,19 +737,16 @@ def _check_step(program, gradients, update, before, after):
     assert np.all(np.isfinite(update)), "an update is not finite"
     if skipped and not program.delay:
         assert not np.any(update), "a skipped step's update must be zero"
-        _check_same_bits(was.dense_momentum, now.dense_momentum)
-        if was.momentum.ndim == 1:
-            _check_same_bits(was.momentum, now.momentum)
-        entering = 2 * entering  # means are taken back, which takes one more rounding
-    if skipped and may_overflow and program.delay:
+        _check_same_bits(before._replace(skipped=after.skipped), after)
+        return
+    if skipped and may_overflow:
         return  # a delayed sum that overflows is dropped, but this step's gradients are not
     if skipped:
-        dense = np.zeros_like(dense)
+        g, dense, entering = np.zeros_like(g), np.zeros_like(dense), np.abs(was.residual)
     if program.delay:
         np.testing.assert_array_equal(now.pending, dense)
         dense = was.pending
-    if program.delay or not skipped:
-        _check_dense(program, dense, was.dense_momentum, now.dense_momentum, update)
+    _check_dense(program, dense, was.dense_momentum, now.dense_momentum, update)
     if not packed.any():
         return
 
@@ -760,14 +756,15 @@ def _check_step(program, gradients, update, before, after):
         u = _held(decay * own + g)
         _check_masked(now.momentum, u, np.zeros_like(u), entering)
     else:
-        u, kept = now.momentum, _held(decay * own + g)
+        u = np.zeros_like(g) if skipped else now.momentum
+        kept = own if skipped else _held(decay * own + g)
         _check_masked(now.momentum, kept, g, entering)
     if program.delay:
         x, added = was.residual, u
     else:
         x, added = _held(program.fading * was.residual + u), np.zeros_like(u)
     mean, of_mean = update[packed], np.zeros(np.count_nonzero(packed))
-    if was.momentum.ndim == 1 and (program.delay or not skipped):
+    if was.momentum.ndim == 1:
         of_mean = decay * np.abs(was.momentum) + np.abs(now.momentum)
         of_mean[np.abs(now.momentum) >= LARGEST] = np.inf  # clipped
         mean = now.momentum - decay * was.momentum
@@ -781,10 +778,7 @@ def _check_step(program, gradients, update, before, after):
     if not mixes:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"
-    if skipped and not program.delay:
-        _check_same_bits(before.info, after.info)
-    else:
-        _check_counts(program, x, added, update[packed], now.residual, after.info)
+    _check_counts(program, x, added, update[packed], now.residual, after.info)
 
 
 def _check_differences(program, gradients, updates, states):
@@ -808,17 +802,18 @@ def _check_differences(program, gradients, updates, states):
         if not np.all(np.isfinite(gradient)):
             assert skipped, "a gradient that is not finite must skip the step"
         else:
-            largest = (entering + np.abs(gradient)).sum(0).max(initial=0)
+            entering += np.abs(gradient)
+            largest = entering.sum(0).max(initial=0)
             assert not skipped or largest > 0.99 * LARGEST, "a finite step was skipped"
         assert int(after.steps) == int(before.steps) + 1 - skipped
-        eta = 1 - (program.momentum or 0.0) if before.steps else 1
-        entering += np.where(np.isfinite(gradient), np.abs(gradient), 0)
-        error = np.abs(now - np.where(np.isfinite(gradient), was + eta * (gradient - was), was))
-        assert np.all(error <= 8 * (ROUNDING * entering + FLUSHED)), "not the momentum"
         if skipped:
             assert not np.any(update), "a skipped step's update must be zero"
-            _check_same_bits(before.estimate, after.estimate)
+            feedback = before.feedback._replace(skipped=after.feedback.skipped)
+            _check_same_bits(before._replace(feedback=feedback), after)
         else:
+            eta = 1 - (program.momentum or 0.0) if before.steps else 1
+            error = np.abs(now - (was + eta * (gradient - was)))
+            assert np.all(error <= 8 * (ROUNDING * entering + FLUSHED)), "not the momentum"
             # XLA may compute the estimate twice, and round it in two ways.
             twice = 4 * (ROUNDING * np.abs(estimate) + FLUSHED)
             _check_delivered(program, everywhere, estimate, twice, update)

@@ -96,7 +96,7 @@ def test_no_two_buffers_are_rounded_by_the_same_draws():
     assert len(found) == 6 * W
 
 
-def test_a_skipped_step_loses_what_is_rounded_alone():
+def test_a_skipped_step_leaves_every_bit():
     tx = jaxsparse.top_k(0.05, momentum=0.9, accumulator_dtype=jnp.bfloat16)
     step = stepped(tx, W)
     _, state = step(gradients(0), shard(tx.init(PARAMS), W))
@@ -105,11 +105,8 @@ def test_a_skipped_step_loses_what_is_rounded_alone():
     updates, after = step(broken, state)
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(updates))
     assert int(after.skipped) == 1
-    left = lambda state: np.float64(state.residual["w"].value).sum(0)
-    last = np.float64(state.momentum["w"].value)
-    added = (0.9 * last + np.where(np.isnan(broken["w"]), 0, broken["w"])).sum(0)
-    np.testing.assert_allclose(left(after), left(state) + added, atol=0.1)  # of sums to 8
-    np.testing.assert_array_equal(after.momentum["b"], state.momentum["b"])
+    same = jax.tree.map(np.array_equal, state._replace(skipped=0), after._replace(skipped=0))
+    assert all(jax.tree.leaves(same))
 
 
 def test_other_dtypes_and_states_are_refused():

@@ -118,9 +118,8 @@ def test_what_is_not_finite_reaches_no_residual_and_the_last_exchange_counts(lea
         np.testing.assert_array_equal(updates[leaf][:, :2], expected[leaf][:, :2])
         assert np.any(updates[leaf][:, 1])
     assert np.all(np.asarray(state.skipped) == 1)
-    # Without momentum, all is as if what is not finite had been zero, and dense leaves all zero.
-    finite = jax.tree.map(lambda g: jnp.where(jnp.isnan(g), 0, g), broken)
-    without = finite | {n: finite[n].at[:, 1].set(0) for n in SHAPES if n == "bias"}
+    # Without momentum, all is as if the step's gradients had been zero.
+    without = jax.tree.map(lambda g: g.at[:, 1].set(0), grads)
     expected, _ = runner(name, None, 1, 300)(without)
     plain, after = runner(name, None, 1, 300)(broken)
     jax.tree.map(np.testing.assert_array_equal, plain, expected)

@@ -103,6 +103,7 @@ MIXED = {
     "while the norm is large": lambda g: jax.lax.while_loop(
         lambda g: optax.tree.norm(g) > 0.5, each(lambda x: x / 2), g
     ),
+    "reduced by hand": each(lambda x: x - jax.lax.reduce(x, 0.0, lambda a, b: a + 2 * b, (0,))),
     "quantile": each(lambda x: jnp.clip(x, -1, jnp.quantile(x, 0.9))),
     "softmax": each(lambda x: jax.nn.softmax(x, axis=0)),
     "less the mean": each(lambda x: x - x.mean(0)),

@@ -233,7 +233,7 @@ def test_a_dense_start_zeros_then_a_nan_then_an_overflow(iteration):
     broken["kernel"] = broken["kernel"].at[1, 3, 4].set(jnp.nan)
     updates, after = run(broken, state)
     assert not any(np.any(x) for x in jax.tree.leaves(updates))
-    check_finite((updates, after))
+    jax.tree.map(np.testing.assert_array_equal, after, state._replace(skipped=after.skipped))
     assert after.skipped == 1
 
     # The sum of this matrix's factors overflows: it waits, and the others go on.
@@ -257,17 +257,17 @@ def test_words_of_a_step(iteration):
     """r (n + m)/2 words a matrix on average. Whole matrices travel in the same message."""
     shapes = {"kernel": (300, 201), "conv": (3, 3, 64, 16), "few": (128, 8), "bias": (201,)}
     left, right = 4 * (300 + 576), 4 * (201 + 16)
-    whole, other = 128 * 8, [1, 201]  # the flag, and the dense leaves
+    whole, other = 128 * 8, 201 + 1  # the latter in the dense leaves' message, with a flag
     moved = traffic.wire_bytes(compiled_step(powersgd(4, iteration=iteration), mesh(5), shapes))
     assert {c.op for c in moved.collectives} == {"all-reduce"}
     assert {c.group_size for c in moved.collectives} == {5}
     words = lambda bytes: sorted(c.payload_bytes / 4 for c in bytes.collectives)
     if iteration == "full":
-        assert sum(words(moved)) == sum(other) + right + whole + left  # XLA may join messages
+        assert words(moved) == [other, right + whole, left]
         return
     (conditional,) = moved.conditionals
     assert [words(branch) for branch in conditional.branches] == [[left + whole], [right + whole]]
-    assert words(moved) == [*other, left + whole]  # the dearer branch
+    assert words(moved) == [other, left + whole]  # the dearer branch
 
 
 def test_which_matrices_are_compressed():

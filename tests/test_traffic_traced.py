@@ -122,12 +122,12 @@ def test_dense_leaves_and_the_flag_are_counted():
     tx = optax.chain(jaxsparse.top_k(0.01), optax.sgd(0.1))
     moved = traced_bytes(tx, PARAMS, 4)
     assert moved.payload == 4 * (201 + 1 + 2 * 603)
-    assert moved.rounds == 3
+    assert moved.rounds == 2
     assert {each.op_name.rpartition("/")[2] for each in moved.collectives} == {
         "psum_invariant",
         "all_gather",
     }
-    assert sorted(each.shapes for each in moved.collectives)[:2] == [("f32[1]",), ("f32[201]",)]
+    assert moved.collectives[0].shapes == ("f32[202]",)
 
 
 K, LENGTH = 840, 84_000  # K is a multiple of all numbers of workers: nothing is rounded up

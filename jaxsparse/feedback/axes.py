@@ -166,6 +166,7 @@ _of_matrix: _Rule = lambda call: call.beside(range(len(call.shape))[-2:])
 ALONG: dict[str, _Rule] = {
     **{f"reduce_{x}": _reduced for x in ("and", "max", "min", "or", "prod", "sum", "xor")},
     **dict.fromkeys(("argmax", "argmin"), _reduced),
+    "reduce": lambda call: call.without(call.params["dimensions"]),
     **{f"cum{x}": _summed for x in ("logsumexp", "max", "min", "prod", "sum")},
     "dot_general": _multiplied,
     "fft": lambda call: call.beside(range(len(call.shape))[-len(call.params["fft_lengths"]) :]),

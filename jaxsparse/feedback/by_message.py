@@ -33,14 +33,12 @@ from jaxsparse.feedback.exchange import (
     Exchanged,
     Settings,
     TreePlan,
-    all_finite_in,
     begin,
+    exchange_dense,
     finish,
-    mean_of_dense,
-    settled,
     total,
+    where_ok,
     with_mean_momentum,
-    with_momentum_of_means,
 )
 from jaxsparse.feedback.store import ErrorFeedbackState
 from jaxsparse.reducers.base import Gathered, Info, Kept, Sums, deliver
@@ -229,14 +227,15 @@ def _posted(
 ) -> tuple[UInt32[Array, " words"], tuple[Posted, ...], Exchanged]:
     """The first half of `exchange`, and the result of a step that changes nothing."""
     _check(settings)
-    finite = all_finite_in([gradients, dense])
-    flag = jnp.where(finite, jnp.float32(0), jnp.float32(jnp.nan))
+    ok, _ = exchange_dense(gradients, dense, settings.axes)
+    flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
     words, held = [bits(flag[None]), bits(dense)], []
     rank = jnp.asarray(rank, jnp.int32)
     for gradient, b, reducer, needs_zeros in zip(
         gradients, before.buckets, plan.reducers, plan.needs_zeros
     ):
-        begun = begin(gradient, b, settings, needs_zeros)
+        # A gradient that is not finite must not stay with a worker whose message comes too late.
+        begun = begin(gradient, b, ok, settings, needs_zeros)
         message, kept = _checked(reducer).encode(join(begun.residual), b.reducer, rank)
         words.append(message)
         held.append(Posted(begun, kept))
@@ -264,15 +263,17 @@ def _received(
     if shares is not None:  # of the dense leaves, whose mean is taken below
         first = first.at[:, 1:].multiply(shares[:, None] * len(messages))
     # Added up as in a collective: over an axis, here that of the messages.
-    of_all = lambda own: mean_of_dense(own, Axes(_AXIS))
-    dense_mean = dense
-    if dense.size:
-        dense_mean = jax.vmap(of_all, axis_name=_AXIS, out_axes=None)(first[:, 1:])
-    ok = all_finite_in([first[:, 0], dense_mean])
+    ok, dense_mean = jax.vmap(
+        lambda own: exchange_dense([(own[:1],)], own[1:], Axes(_AXIS)),
+        axis_name=_AXIS,
+        out_axes=None,
+    )(first)
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
-    for own, reducer, needs_zeros, size in zip(posted, plan.reducers, plan.needs_zeros, plan.sizes):
+    for own, b, reducer, needs_zeros, size in zip(
+        posted, before.buckets, plan.reducers, plan.needs_zeros, plan.sizes
+    ):
         reducer = _checked(reducer)
         part, rest = _cut(rest, reducer.words(size))
         vector = join(own.begun.residual)
@@ -282,15 +283,12 @@ def _received(
             reduced = deliver(vector, _weighted(reducer, shares, part, size), own.kept, 1)
         if not counts:
             reduced = reduced._replace(kept=Kept(vector, None, reduced.kept.state))
-        mean, now = finish(own.begun, vector, reduced, needs_zeros)
+        mean, now = finish(own.begun, vector, reduced, ok, settings, needs_zeros)
         means.append(mean)
-        after.append(now)
+        after.append(where_ok(ok, now, b))
         infos.append(reduced.info)
     if rest.shape[1]:
         raise _misfit(messages)
-    means, taken = settled(means, after, ok)
-    after = taken if counts else after  # else it has all that it would have sent
-    means, after = with_momentum_of_means(means, after, ok, plan, settings)
     dense_mean, dense_momentum = with_mean_momentum(dense_mean, before.dense_momentum, ok, settings)
     carried = Carried(after, dense_momentum, None)
     return Exchanged(means, dense_mean, carried, total(infos, plan, settings.axes), ok)

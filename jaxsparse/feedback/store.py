@@ -193,11 +193,12 @@ class StateStore(NamedTuple):
     def save(
         self, done: Exchanged, before: ErrorFeedbackState, plan: TreePlan
     ) -> ErrorFeedbackState:
-        """The state after a step. Of a skipped step without a delay nothing is counted."""
+        """The state after a step. A skipped step without a delay changes only `skipped`."""
         carried, rounds = done.carried, ()
         if self.is_narrow:
             carried = self._rounded(carried, before.roundings, plan)
-            rounds = before.roundings + jnp.uint32(1)
+            is_new = jnp.bool_(self.is_delayed) | done.ok
+            rounds = before.roundings + jnp.where(is_new, jnp.uint32(1), jnp.uint32(0))
         info = done.info
         if not self.is_delayed:
             info = Info(*(jnp.where(done.ok, new, old) for new, old in zip(info, before.info)))

@@ -90,12 +90,10 @@ class ErrorFeedback(LeafOptions):
     `optax.masked` never averages the leaves that it leaves out, so that replicas diverge.
 
     If a gradient is not finite on any worker, or an uncompressed mean overflows, all workers skip
-    the step. The update is zero, and `skipped` rises. What was finite of compressed leaves waits in
-    the residuals, so that nothing of it is lost: the exchange does not wait for all gradients, and
-    workers take the means back, an equal share each. Later transformations in the chain still see
-    the zero update: schedules and Adam's moments advance. With when_skipped="nan" they see NaN, on
-    all workers alike. Sums with residual or momentum are clipped to float32, because an overflow
-    would stay for ever; values that are finite and absurd are for a clip in front.
+    the step. The update is zero, and only the `skipped` counter of the state changes. Later
+    transformations in the chain still see the zero update: schedules and Adam's moments advance.
+    With when_skipped="nan" they see NaN, on all workers alike.
+    Sums with residual or momentum are clipped to float32, because an overflow would stay for ever.
 
     **Inner axes.** On a mesh with axes for FSDP or tensor parallelism, each device exchanges its
     own shards of the leaves with the devices that hold the same shards for other workers
@@ -115,9 +113,8 @@ class ErrorFeedback(LeafOptions):
     so that the exchange does not depend on the step's gradients. It can run beside the backward
     pass if the backend's collectives are asynchronous. Updates are those of delay=0 one step later,
     and the first one is zero. Uncompressed leaves wait in `pending`. Only a flag waits for this
-    step's gradients: it says whether they are finite. If they are not, `skipped` rises, and all
-    workers leave uncompressed leaves out. The exchange of earlier gradients still counts, so apply
-    the update.
+    step's gradients: it says whether they are finite. If they are not, all workers leave them out
+    and `skipped` rises. The exchange of earlier gradients still counts, so apply the update.
 
     Args:
         reducer: the `Reducer` that exchanges the buckets.

@@ -56,7 +56,7 @@ class _EF21(ErrorFeedback):
     Reducers that are right only in expectation (Quantized with stochastic rounding, S2), or that
     leak, are refused, because g would add up their errors for ever.
 
-    A skipped step has an update of zero, and g stays. `jaxsparse.reshard` keeps the
+    A skipped step has an update of zero, and only its count changes. `jaxsparse.reshard` keeps the
     means of v_w and of residuals, hence the law. Uncompressed leaves have g == mean of all v_w.
     Each worker holds two arrays like the parameters, v_w and the residual, and one that is equal on
     all workers, g.
@@ -154,9 +154,7 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
         # An overflow would stay for ever.
         add = lambda g, c: clipped(g + c.astype(jnp.float32))
         estimate = jax.tree.map(lambda g, c: select(add(g, c), g), state.estimate, means)
-        # Of what is not finite the exchange leaves out the difference.
-        step = lambda v, new: jnp.where(jnp.isfinite(new - v), new, v)
-        kept = jax.tree.map(step, before, after)
+        kept = jax.tree.map(select, after, before)
         delivered = jax.tree.map(
             lambda g, like: narrow(jnp.where(ok, g, of_skipped), like.dtype), estimate, updates
         )

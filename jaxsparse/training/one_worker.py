@@ -230,7 +230,7 @@ def check_named(
         is_cut = [m for m in marks if m.params["dim"] is not None]
         wrong = [m for m in is_cut if m.params["place"] in others]
     else:
-        first = next(m for m in marks if m.params["dim"] is not None)
+        first = next((m for m in marks if m.params["dim"] is not None), marks[0])
         twice = lambda x: x.update(shape=(2 * x.shape[0], *x.shape[1:]))
         try:
             more = _marks(trace([twice(x) if yes else x for x, yes in zip(types, of_batch)]).jaxpr)

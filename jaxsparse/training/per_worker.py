@@ -22,7 +22,7 @@ from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker, is_marked
 from jaxsparse.feedback.front import marked
 from jaxsparse.feedback.options import check_transformation
-from jaxsparse.feedback.rows import check_rows
+from jaxsparse.feedback.rows import check_extra_args, check_rows
 from jaxsparse.training.gradients import OwnAndEqual, on_workers
 
 
@@ -129,6 +129,7 @@ def per_worker(
             return delivered, PerWorker.wrap(wire.varying(after, axis_name))
         count, found = meshes.find_workers((updates, state), axis_name, mesh, workers)
         check_rows(updates, state, count, axis_name, params)
+        check_extra_args(updates, extra_args)
         rows = jax.tree.map(lambda node: node.value, state, is_leaf=marks.is_per_worker)
         treedef: Any
         of_equal: Any

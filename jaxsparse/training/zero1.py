@@ -28,7 +28,7 @@ from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.exchange import all_finite_in, count_moved, mean_of_dense, where_ok
+from jaxsparse.feedback.exchange import count_moved, exchange_dense, where_ok
 from jaxsparse.feedback.front import means_in_check
 from jaxsparse.feedback.options import check_transformation, leaves_rule
 from jaxsparse.feedback.rows import check_extra_args, read_rows
@@ -213,11 +213,12 @@ def _send_out(
     def on_worker(rows: dict[int, Array], residual: dict[int, Array]) -> Any:
         given = {i: x[0].astype(jnp.float32) for i, x in rows.items()}
         before = {i: x[0] for i, x in residual.items()}
-        clean = lambda g: jnp.where(jnp.isfinite(g), g, 0)
-        x = {i: jnp.clip(before[i] + clean(given[i]), -LARGEST, LARGEST) for i in before}
+        x = {i: jnp.clip(before[i] + given[i], -LARGEST, LARGEST) for i in before}
         loose = [i for i in given if i not in before]
-        dense = mean_of_dense(layouts.join([given[i] for i in loose]), axes)
-        (ok,) = axes.none_of(~all_finite_in([given, dense]))
+        ok, dense = exchange_dense(
+            [given[i] for i in x], layouts.join([given[i] for i in loose]), axes
+        )
+        x = where_ok(ok, x, before)
         means = dict(zip(loose, layouts.cut(dense, [given[i].shape for i in loose])))
         lost: dict[int, Array] = {}
         if parts.owned:
