@@ -351,6 +351,15 @@ def of_slots(where, w, x):
     return cut(own, where, (P("data"), P("data")), P("data"))(slots, slots)
 
 
+def of_scattered(where, w, x):
+    """Tokens put into slots of experts, by an index, behind another shard_map."""
+    slots = jnp.argmax(x[:, :4], axis=1) * 4 + jnp.arange(len(x))
+    tanh = cut(lambda x, y: jnp.tanh(x) + y, where, (P("data"), P("data")), P("data"))
+    tokens = jnp.zeros((4 * len(x), 8)).at[slots].add(tanh(x, x))
+    own = lambda x, y: x * jnp.float32(lax.axis_index("data")) + y
+    return cut(own, where, (P("data"), P("data")), P("data"))(tokens, tokens)
+
+
 def of_all_workers(where, w, x):
     """Keys of all workers under jax.jit, which a body takes by its rank."""
     ranked = lambda x, keys: x @ jnp.roll(keys, lax.axis_index("data"), axis=0).T
@@ -380,6 +389,7 @@ def of_two_axes(where, w, x):
 
 NO_ROWS = {
     of_tokens: r"takes a value of shape \(32, 2\), whose 32 entries",
+    of_scattered: r"takes a value of shape \(16, 8\), whose 16 entries",
     of_slots: r"takes a value of shape \(16, 8\), whose 16 entries",
     of_all_workers: r"takes a value of shape \(4, 8\) .*grows.*all_gather\(x, 'data'",
     for_all_workers: r"makes a value of shape \(16, 8\) .*grows with the batch, beside others",

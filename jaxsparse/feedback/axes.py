@@ -252,8 +252,10 @@ class RowsReading(Reading[Known]):
             return None
         axes = [x.axis if isinstance(x, Rows) else None for x in inputs]
         moved = rule(Call(equation.params, shapes, axes, rows.axis, shape))
-        if moved is None or moved == TRUSTED.axis:
-            return None if moved is None else TRUSTED
+        if moved == TRUSTED.axis:
+            return TRUSTED if self.is_strict else None
+        if moved is None:
+            return None
         return Rows(int(moved), rows.block)  # and no integer of NumPy
 
 

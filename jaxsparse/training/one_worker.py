@@ -322,8 +322,7 @@ class _RowsOfBatch(RowsReading):
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         name = equation.primitive.name
         if name == shard_maps.MARK:
-            self._mark(equation, inputs[0])
-            return inputs
+            return [self._mark(equation, inputs[0])]
         if name == "shard_map":
             read = {x for x in equation.invars if not isinstance(x, Literal)}
             marks = [self._taken[x] for x in self._taken if x in read]
@@ -347,7 +346,7 @@ class _RowsOfBatch(RowsReading):
                 return [Rows(inner.index(found[0].block), 1)]
         return found
 
-    def _mark(self, mark: Any, rows: Known) -> None:
+    def _mark(self, mark: Any, rows: Known) -> Known:
         (x,), dim = mark.invars, mark.params["dim"]
         if x in self._of_bodies:
             is_user, sizes = self._of_bodies[x]
@@ -355,7 +354,7 @@ class _RowsOfBatch(RowsReading):
                 self._users.add(id(mark))
             elif mark.params["rows"] in sizes:
                 self._ordered.add(id(mark))
-            return
+            return Rows(dim, 1) if dim is not None and mark.params["rows"] in self._counts else rows
         self._taken[mark.outvars[0]] = mark
         if isinstance(rows, str):
             self._astray.add(id(mark))
@@ -365,6 +364,7 @@ class _RowsOfBatch(RowsReading):
             is_all = mark.params["rows"] in {n * rows.block for n in self._counts}
             if rows.axis >= 0 and not (is_along and is_all):
                 self._astray.add(id(mark))
+        return rows
 
 
 _RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward)_(\d+)")
