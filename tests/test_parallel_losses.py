@@ -432,6 +432,16 @@ def test_where_each_worker_draws_its_batch_a_body_maps_elements():
                 grad(params, jax.random.key(1))
 
 
+def test_numbers_beside_rows():
+    where = mesh_of((4, 2))
+    scaled = lambda x, by, rows: jnp.tanh(x) * by / rows * (1 + lax.pmean(x.mean(), "data"))
+    split = cut(scaled, where, (P("data"), P(), P()), P("data"))
+    of = lambda f: lambda w, x: jnp.mean(f(x @ w["a"], 0.3, np.float32(8)) ** 2)
+    plain = jax.vmap(jax.value_and_grad(of(scaled)), (None, 0), axis_name="data")
+    found = jaxsparse.value_and_grad(of(split), mesh=where)(*put(where, 4))
+    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Metric:

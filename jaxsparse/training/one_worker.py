@@ -348,7 +348,7 @@ class _RowsOfBatch(RowsReading):
 
     def _mark(self, mark: Any, rows: Known) -> Known:
         (x,), dim = mark.invars, mark.params["dim"]
-        if x in self._of_bodies:
+        if not isinstance(x, Literal) and x in self._of_bodies:
             is_user, sizes = self._of_bodies[x]
             if is_user:
                 self._users.add(id(mark))
