@@ -245,7 +245,10 @@ def test_sums_by_hand_beside_means_of_workers():
         )(x)
         return jnp.mean((x @ over(by_sum, w["a"])) ** 2) + jnp.sum(over(mean, x @ w["a"]))
 
-    for loss in (called, handed):
+    kept, centred = jax.jit(by_sum), by_hand(mean)  # JAX keeps the program of one of them
+    centred.defvjp(lambda h: (mean(h), None), lambda _, g: (mean(g),))
+    beside = lambda w, x: jnp.mean(centred(x @ kept(w["a"])) ** 2)
+    for loss in (called, handed, beside, beside):
         with pytest.raises(ValueError, match="custom derivative of what is called at"):
             jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
@@ -360,6 +363,21 @@ def of_scattered(where, w, x):
     return cut(own, where, (P("data"), P("data")), P("data"))(tokens, tokens)
 
 
+def of_own_numbers(where, w, x):
+    """Labels of a contrastive loss, which are those of all rows under jax.jit."""
+    found = lambda z, own: (z @ lax.all_gather(z, "data", tiled=True).T) * jnp.float32(own)[:, None]
+    specs = (P("data"), P("data"))
+    return cut(found, where, specs, P("data"))(x @ w["a"], jnp.arange(x.shape[0]))
+
+
+def sorted_behind_a_kernel(where, w, x):
+    """Rows are somewhere behind a kernel, and sorted then."""
+    h = cut(jnp.tanh, where, P(None, "tp"), P(None, "tp"))(x @ w["a"])
+    own = lambda x, y: x * jnp.float32(lax.axis_index("data")) + y
+    h = h[jnp.argsort(h[:, 0])]
+    return cut(own, where, (P("data"), P("data")), P("data"))(h, h)
+
+
 def of_all_workers(where, w, x):
     """Keys of all workers under jax.jit, which a body takes by its rank."""
     ranked = lambda x, keys: x @ jnp.roll(keys, lax.axis_index("data"), axis=0).T
@@ -389,6 +407,8 @@ def of_two_axes(where, w, x):
 
 NO_ROWS = {
     of_tokens: r"takes a value of shape \(32, 2\), whose 32 entries",
+    of_own_numbers: r"takes a value of shape \(4,\), whose 4 entries",
+    sorted_behind_a_kernel: r"takes a value of shape \(4, 16\), whose 4 entries",
     of_scattered: r"takes a value of shape \(16, 8\), whose 16 entries",
     of_slots: r"takes a value of shape \(16, 8\), whose 16 entries",
     of_all_workers: r"takes a value of shape \(4, 8\) .*grows.*all_gather\(x, 'data'",
@@ -490,15 +510,19 @@ def test_rows_that_a_batchs_statistics_moved_stay_rows(front):
 
 
 @pytest.mark.parametrize("how", ["scan", "map", "unrolled"])
-def test_micro_batches_of_a_fixed_size(how):
-    """Their size does not grow with the batch. They are parts of its rows."""
+@pytest.mark.parametrize("size", [2, -1])
+def test_micro_batches(how, size):
+    """A fixed size does not grow with the batch, and is a part of its rows."""
     where = mesh_of((4, 2))
     spec = P("data", "tp")
-    split = jax.shard_map(jnp.tanh, mesh=where, in_specs=spec, out_specs=spec)
+    centred = lambda h: jnp.tanh(h - lax.pmean(h.mean(0, keepdims=True), "data"))
+    # What uses the axis has to grow.
+    body = jnp.tanh if size > 0 or how == "unrolled" else centred
+    split = jax.shard_map(body, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
 
     def loss(w, x, f=split):
-        of = lambda part: jnp.mean((f(part @ w["a"]) @ w["b"]) ** 2)
-        parts = x.reshape(-1, 2, 8)
+        of = lambda part: jnp.mean((f(f(part @ w["a"])) @ w["b"]) ** 2)
+        parts = x.reshape(2 if size < 0 else -1, size, 8)
         if how == "scan":
             return lax.scan(lambda c, part: (c + of(part), None), 0.0, parts)[0]
         if how == "map":
@@ -506,8 +530,8 @@ def test_micro_batches_of_a_fixed_size(how):
         return sum(of(x[i : i + 2]) for i in range(0, len(x), 2))
 
     found = jaxsparse.value_and_grad(loss, mesh=where)(*put(where, 4))
-    plain = jax.value_and_grad(lambda w, x: loss(w, x, jnp.tanh))
-    check(found, jax.vmap(plain, (None, 0))(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+    plain = jax.vmap(jax.value_and_grad(lambda w, x: loss(w, x, body)), (None, 0), axis_name="data")
+    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 
 def test_a_branch_that_would_wait_is_refused_on_explicit_axes():

@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -46,7 +47,6 @@ class Tracing:
         has_named: whether there was a `shard_map` with checked types that names the axis.
         places: where shard_maps that name the axis are.
         made: the dimensions that the `out_specs` that JAX read last cut over the axis.
-        derivatives: how many functions with a derivative of their own were called.
     """
 
     axis_name: str
@@ -58,7 +58,6 @@ class Tracing:
     has_named: bool = False
     places: list[str] = dataclasses.field(default_factory=list)
     made: list[int | None] = dataclasses.field(default_factory=list)
-    derivatives: int = 0
 
 
 _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
@@ -70,6 +69,7 @@ _HAS_NO_CASTS: contextvars.ContextVar[bool] = contextvars.ContextVar(
 )
 # The scope of operations in the rules of a `jax.custom_vjp`, and behind it which rule and call.
 SCOPE = "jaxsparse_rule"
+_CALLS = itertools.count()
 _LOCK = threading.Lock()
 _threads = 0  # that trace now
 _originals: tuple[Any, ...] = ()
@@ -172,8 +172,8 @@ def _called(original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> 
     tracing = _TRACING.get()
     if tracing is None or f.fwd is None or f.bwd is None:
         return original(f, *args, **kwargs)
-    tracing.derivatives += 1
-    number, own = tracing.derivatives, object.__new__(type(f))
+    # No trace has a number of another one: JAX keeps programs of inner functions.
+    number, own = next(_CALLS), object.__new__(type(f))
     within = lambda f, kind: functools.wraps(f)(
         lambda *args: _in_scope(f, f"{SCOPE}_{kind}_{number}", args)
     )

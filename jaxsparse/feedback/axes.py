@@ -125,6 +125,12 @@ def _multiplied(call: Call) -> int | None:
     return before + sum(a not in used[side] for a in range(axis))
 
 
+def _convolved(call: Call) -> int:
+    numbers = call.params["dimension_numbers"]
+    is_batch = call.rows[0] is not None and call.axis == numbers.lhs_spec[0]
+    return numbers.out_spec[0] if is_batch else TRUSTED.axis
+
+
 _Rule = Callable[[Call], int | None]
 
 # What is allowed. JAX says which operations are elementwise, and these are besides.
@@ -168,6 +174,7 @@ ALONG: dict[str, _Rule] = {
     **dict.fromkeys(("argmax", "argmin"), _reduced),
     "reduce": lambda call: call.without(call.params["dimensions"]),
     **{f"cum{x}": _summed for x in ("logsumexp", "max", "min", "prod", "sum")},
+    "conv_general_dilated": _convolved,
     "dot_general": _multiplied,
     "fft": lambda call: call.beside(range(len(call.shape))[-len(call.params["fft_lengths"]) :]),
     "sort": lambda call: call.beside([call.params["dimension"]]),
@@ -177,7 +184,7 @@ ALONG: dict[str, _Rule] = {
 # What takes operands whose rows are along other axes.
 OF_SEVERAL = {"dot_general", "gather", *(name for name in MOVES if name.startswith("scatter"))}
 # What is trusted, as all that has another kind of program inside is.
-OTHERS = {"conv_general_dilated", "ffi_call", "io_callback", "pure_callback", "random_gamma"}
+OTHERS = {"ffi_call", "io_callback", "pure_callback", "random_gamma"}
 
 
 class RowsReading(Reading[Known]):

@@ -248,7 +248,8 @@ def on_workers(
                 shard_maps.leave_out(axis_name, workers, mesh=around),
                 one_worker.told_of_explicit(mesh, axis_name),
             ):
-                return jax.make_jaxpr(flat)(*types)
+                # JAX's caches of inner functions tell this trace by an axis that nothing uses.
+                return jax.make_jaxpr(flat, axis_env=[(f"{one_worker.ROWS}_inside", 1)])(*types)
 
         program, tree = traced(trace, [*map(jax.typeof, leaves)])
         if has_own_branches and one_worker.branches_on(program.jaxpr, axis_name):

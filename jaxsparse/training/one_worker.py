@@ -23,7 +23,16 @@ from jax.sharding import AxisType, NamedSharding
 from jaxsparse.comm import compat, shard_maps
 from jaxsparse.comm.meshes import AnyMesh
 from jaxsparse.comm.shard_maps import names
-from jaxsparse.feedback.axes import ELEMENTWISE, TRUSTED, Known, Rows, RowsReading
+from jaxsparse.feedback.axes import (
+    ALONG,
+    ELEMENTWISE,
+    MOVES,
+    TRUSTED,
+    Known,
+    Rows,
+    RowsReading,
+    place,
+)
 
 # What `jax.vmap` calls the workers' axis. In the body of a shard_map, where it is manual, the axis
 # keeps the mesh's name.
@@ -305,9 +314,9 @@ class _RowsOfBatch(RowsReading):
         super().__init__()
         self._counts, self._axis_name = counts, axis_name
         self._users = set[int]()  # marks, by id, of bodies that use the axis
-        # Marks of dimensions that have rows in order, all or a part; and of those that have not:
-        # rows were mixed, or come again and again.
-        self._ordered, self._astray = set[int](), set[int]()
+        # Marks of dimensions: whether they have rows in order, all or a part, at each call of an
+        # inner function; and those that have not, where rows were mixed, or come again and again.
+        self._ordered, self._astray = dict[int, bool](), set[int]()
         self._of_bodies = dict[Any, tuple[bool, set[int]]]()  # by result: use, and sizes of rows
         self._taken = dict[Any, Any]()  # marks of arguments, by what they make
 
@@ -317,7 +326,7 @@ class _RowsOfBatch(RowsReading):
             return grows
         if id(mark) in self._users:
             return not grows or id(mark) in self._astray
-        return not grows and id(mark) not in self._ordered
+        return not grows and not self._ordered.get(id(mark), False)
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         name = equation.primitive.name
@@ -328,11 +337,17 @@ class _RowsOfBatch(RowsReading):
             marks = [self._taken[x] for x in self._taken if x in read]
             is_user = uses(equation.params["jaxpr"], self._axis_name)
             self._users |= {id(m) for m in marks} if is_user else set()
-            sizes = {m.params["rows"] for m in marks if id(m) in self._ordered}
+            sizes = {m.params["rows"] for m in marks if self._ordered.get(id(m), False)}
             self._of_bodies |= dict.fromkeys(equation.outvars, (is_user, sizes))
+        if name == "iota":  # positions, which are those of all workers' rows under jax.jit
+            return [place(equation)]
         # What was mixed and is added to a row, as a mean of the batch is, moves no row.
         if any(isinstance(x, Rows) for x in inputs):
             inputs = [None if isinstance(x, str) else x for x in inputs]
+        if TRUSTED in inputs and (name in MOVES or name in ALONG):  # most have rows in front
+            first = [Rows(0, 1) if x == TRUSTED else x for x in inputs]
+            (mixed, *_) = super().operation(equation, first)
+            return [mixed if isinstance(mixed, str) else TRUSTED] * len(equation.outvars)
         found = super().operation(equation, inputs)
         if not isinstance(inputs[0] if inputs else None, Rows):
             return found
@@ -352,19 +367,25 @@ class _RowsOfBatch(RowsReading):
             is_user, sizes = self._of_bodies[x]
             if is_user:
                 self._users.add(id(mark))
-            elif mark.params["rows"] in sizes:
-                self._ordered.add(id(mark))
-            return Rows(dim, 1) if dim is not None and mark.params["rows"] in self._counts else rows
+            self._order(mark, not is_user and mark.params["rows"] in sizes)
+            is_known = dim is not None and mark.params["rows"] in self._counts | sizes
+            return Rows(dim, 1) if is_known else rows
         self._taken[mark.outvars[0]] = mark
+        is_along = (
+            isinstance(rows, Rows) and rows != TRUSTED and (rows.axis == dim or rows.axis < 0)
+        )
+        self._order(mark, is_along)
         if isinstance(rows, str):
             self._astray.add(id(mark))
-        elif rows is not None and rows != TRUSTED:
-            is_along = rows.axis == dim or rows.axis < 0
-            self._ordered |= {id(mark)} if is_along else set()
-            is_all = mark.params["rows"] in {n * rows.block for n in self._counts}
-            if rows.axis >= 0 and not (is_along and is_all):
+        elif rows is not None and rows.axis >= 0:
+            size = mark.params["rows"]  # of all rows, or of micro-batches
+            is_part = size > 0 and any(n * rows.block % size == 0 for n in self._counts)
+            if not (is_along and is_part):
                 self._astray.add(id(mark))
         return rows
+
+    def _order(self, mark: Any, is_ordered: bool) -> None:
+        self._ordered[id(mark)] = is_ordered and self._ordered.get(id(mark), True)
 
 
 _RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward)_(\d+)")
