@@ -345,8 +345,9 @@ class _RowsOfBatch(RowsReading):
         if any(isinstance(x, Rows) for x in inputs):
             inputs = [None if isinstance(x, str) else x for x in inputs]
         if TRUSTED in inputs and (name in MOVES or name in ALONG):  # most have rows in front
-            first = [Rows(0, 1) if x == TRUSTED else x for x in inputs]
-            (mixed, *_) = super().operation(equation, first)
+            given = zip(inputs, compat.inputs_of(equation))
+            first = [Rows(0, 1) if x == TRUSTED and v.aval.shape else x for x, v in given]
+            mixed = super().operation(equation, first)[0] if TRUSTED not in first else TRUSTED
             return [mixed if isinstance(mixed, str) else TRUSTED] * len(equation.outvars)
         found = super().operation(equation, inputs)
         if not isinstance(inputs[0] if inputs else None, Rows):
