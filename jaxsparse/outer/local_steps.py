@@ -434,8 +434,9 @@ class LocalSteps:
                 "the state was made with a weight, and this LocalSteps has none, or the reverse: "
                 "give the same, or start from init with its global parameters"
             )
-        for p, (_, own) in enumerate(state.outer):
-            check_outer(self._worker.optimizer, own, self._worker.part(state.params, p))
+        params, outer = held((state.params, state.outer))
+        for p, (_, own) in enumerate(outer):
+            check_outer(self._worker.optimizer, own, self._worker.part(params, p))
 
     def _check(self, state: LocalState, batch: Any, rest: Any) -> None:
         """Raises ValueError if the state or arguments are others, or the step communicates."""
