@@ -16,6 +16,7 @@ from workers import mesh, on_workers, some
 
 import jaxsparse
 from jaxsparse import PerWorker, codecs, local, shard
+from jaxsparse.feedback import exchange
 from jaxsparse.outer.parallel import run_on_workers
 
 
@@ -235,6 +236,29 @@ def test_a_sum_that_overflows_is_never_applied(method, momentum):
     history, (_, state) = train(tx, params, 2, gradients)
     for leaf in jax.tree.leaves((history, state)):
         assert np.all(np.isfinite(leaf))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_large_uncompressed_leaves_travel_alone(monkeypatch, broken):
+    """Small ones travel with the next. What is not finite on one worker skips the step on all."""
+    monkeypatch.setattr(exchange, "_LEAST", 100)
+    tx, sizes = jaxsparse.dense(), {"a": 70, "b": 40, "c": 130, "d": 3, "e": 90}
+    rng = np.random.default_rng(0)
+    rows = {name: rng.normal(size=(2, n)).astype(np.float32) for name, n in sizes.items()}
+    if broken:
+        rows["e"][1, 89] = np.inf
+    params = {name: jnp.zeros(n) for name, n in sizes.items()}
+    updates, state = on_workers(lambda g: tx.update(g, tx.init(g)), 2, "vmap")(rows)
+    assert state.skipped.tolist() == [int(broken)] * 2
+    for name, x in rows.items():
+        mean = np.zeros(sizes[name]) if broken else x.mean(0)
+        np.testing.assert_allclose(updates[name][0], mean, rtol=1e-6)
+    moved = jaxsparse.traffic.traced_bytes(tx, params, 2)
+    assert sorted(each.shapes for each in moved.collectives) == [
+        ("f32[110]",),
+        ("f32[130]",),
+        ("f32[93]",),
+    ]
 
 
 ODD = (100, 1003)  # the number of elements is no multiple of 8

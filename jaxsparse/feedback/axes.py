@@ -11,7 +11,7 @@ from jaxsparse.comm import compat
 from jaxsparse.comm.flow import Reading
 
 
-class Rows(NamedTuple):
+class RowAxis(NamedTuple):
     """The axis along which an array has rows, each of them a block of so many entries.
 
     Blocks are longer than 1 where an axis was joined with others, as by `x.reshape(-1, n)`.
@@ -23,10 +23,10 @@ class Rows(NamedTuple):
 
 # What is known of a value: its axis of rows, or None, if nothing with rows is in it. A string is
 # the place of an operation that has mixed rows.
-Known = Rows | str | None
+Known = RowAxis | str | None
 # In the place of an axis: rows are laid end to end, over several axes; they are somewhere, by code
 # that is not followed; the value is of a single row, in a loop over rows of this depth (as block).
-_SPREAD, TRUSTED, _SINGLE = -1, Rows(-2, 1), -3
+_SPREAD, TRUSTED, _SINGLE = -1, RowAxis(-2, 1), -3
 
 
 class Call(NamedTuple):
@@ -59,7 +59,7 @@ class Call(NamedTuple):
         return self.axis if is_whole else None
 
 
-def reshaped(rows: Rows, shape: tuple[int, ...], new: tuple[int, ...]) -> Rows:
+def reshaped(rows: RowAxis, shape: tuple[int, ...], new: tuple[int, ...]) -> RowAxis:
     """Where rows of one shape are in another one."""
     size = rows.block
     count = math.prod(shape) // max(size, 1)
@@ -68,8 +68,8 @@ def reshaped(rows: Rows, shape: tuple[int, ...], new: tuple[int, ...]) -> Rows:
     for i, n in enumerate(new):
         inner = math.prod(new[i + 1 :])
         if inner and size % inner == 0 and n * inner % max(count * size, 1) == 0:
-            return Rows(i, size // inner)
-    return Rows(_SPREAD, size)
+            return RowAxis(i, size // inner)
+    return RowAxis(_SPREAD, size)
 
 
 def _sliced(call: Call) -> int | None:
@@ -213,13 +213,13 @@ class RowsReading(Reading[Known]):
         return TRUSTED if len(found) > 1 else next(iter(found), None)
 
     def sliced(self, value: Known) -> Known:
-        return _shifted(value, -1) if value != Rows(0, 1) else Rows(_SINGLE, self.depth)
+        return _shifted(value, -1) if value != RowAxis(0, 1) else RowAxis(_SINGLE, self.depth)
 
     def stacked(self, value: Known) -> Known:
-        return _shifted(value, 1) if value != Rows(_SINGLE, self.depth) else Rows(0, 1)
+        return _shifted(value, 1) if value != RowAxis(_SINGLE, self.depth) else RowAxis(0, 1)
 
     def carried(self, value: Known) -> Known:
-        return value if value != Rows(_SINGLE, self.depth) else TRUSTED
+        return value if value != RowAxis(_SINGLE, self.depth) else TRUSTED
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         name, given = equation.primitive.name, compat.inputs_of(equation)
@@ -228,7 +228,7 @@ class RowsReading(Reading[Known]):
         if name == "is_finite" or (name in ("eq", "ne") and given[0] is given[1]):
             return every(None)
         joined = self.join(inputs)
-        is_single = isinstance(joined, Rows) and joined.axis == _SINGLE
+        is_single = isinstance(joined, RowAxis) and joined.axis == _SINGLE
         if joined is None or TRUSTED in inputs or is_single or isinstance(joined, str):
             return every(joined)
         if name in ONE_BY_ONE:
@@ -242,9 +242,9 @@ class RowsReading(Reading[Known]):
         """Where an operation leaves rows, None where it does not keep them apart."""
         name, given = equation.primitive.name, compat.inputs_of(equation)
         shapes = [x.aval.shape for x in given]
-        rows, shape = next((x, s) for x, s in zip(inputs, shapes) if isinstance(x, Rows))
+        rows, shape = next((x, s) for x, s in zip(inputs, shapes) if isinstance(x, RowAxis))
         is_one = {*inputs} <= {rows, None}
-        if any(isinstance(x, Rows) and x.axis == _SINGLE for x in inputs):
+        if any(isinstance(x, RowAxis) and x.axis == _SINGLE for x in inputs):
             return TRUSTED
         if name in ELEMENTWISE or compat.is_elementwise(equation):
             return rows if is_one else None
@@ -257,13 +257,13 @@ class RowsReading(Reading[Known]):
         is_known = rows.axis >= 0 and (is_one or name in OF_SEVERAL)
         if not is_known or (self.only_elements and name not in WHOLE):
             return None
-        axes = [x.axis if isinstance(x, Rows) else None for x in inputs]
+        axes = [x.axis if isinstance(x, RowAxis) else None for x in inputs]
         moved = rule(Call(equation.params, shapes, axes, rows.axis, shape))
         if moved == TRUSTED.axis:
             return TRUSTED if self.is_strict else None
         if moved is None:
             return None
-        return Rows(int(moved), rows.block)  # and no integer of NumPy
+        return RowAxis(int(moved), rows.block)  # and no integer of NumPy
 
 
 def place(equation: Any) -> str:
@@ -272,6 +272,6 @@ def place(equation: Any) -> str:
 
 
 def _shifted(value: Known, by: int) -> Known:
-    if not isinstance(value, Rows) or value.axis < 0:
+    if not isinstance(value, RowAxis) or value.axis < 0:
         return value
-    return Rows(value.axis + by, value.block)
+    return RowAxis(value.axis + by, value.block)

@@ -22,7 +22,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxsparse.comm import compat, meshes
-from jaxsparse.feedback.axes import TRUSTED, Known, Rows, RowsReading, place
+from jaxsparse.feedback.axes import TRUSTED, Known, RowAxis, RowsReading, place
 from jaxsparse.feedback.mixtures import (
     GRADIENT,
     MEANS,
@@ -33,7 +33,7 @@ from jaxsparse.feedback.mixtures import (
 )
 
 # Where rows are as `value_and_grad` makes them, and an exchange takes them.
-_FIRST = Rows(0, 1)
+_FIRST = RowAxis(0, 1)
 
 
 def marked(gradients: Any) -> Any:
@@ -60,7 +60,7 @@ def check_front(updates: Any, params: Any = None) -> None:
     made = {x: equation for equation in equations for x in equation.outvars}
     for path, x in leaves:
         rows = found.of(known, compat.variable(x))
-        if isinstance(rows, Rows) and rows not in (_FIRST, TRUSTED):
+        if isinstance(rows, RowAxis) and rows not in (_FIRST, TRUSTED):
             rows = place(made[compat.variable(x)])
         if isinstance(rows, str):
             raise ValueError(refusal(rows, f"gradient{keystr(path)}"))

@@ -29,7 +29,7 @@ from jaxsparse.feedback.axes import (
     MOVES,
     TRUSTED,
     Known,
-    Rows,
+    RowAxis,
     RowsReading,
     place,
 )
@@ -159,22 +159,18 @@ def told_of_explicit(mesh: AnyMesh | None, axis_name: str) -> Iterator[None]:
         ) from error
 
 
-def _equations(program: Jaxpr, has_bodies: bool = False) -> Iterator[Any]:
-    """All equations of a program and of those inside it, with bodies of shard_maps or without."""
+def _equations(program: Jaxpr) -> Iterator[Any]:
+    """All equations of a program and of those inside it, but of bodies of shard_maps."""
     for equation in program.eqns:
         yield equation
-        if has_bodies or equation.primitive.name != "shard_map":
+        if equation.primitive.name != "shard_map":
             for inner in compat.inner_programs(equation.params):
-                yield from _equations(inner, has_bodies)
+                yield from _equations(inner)
 
 
 def uses(program: Jaxpr, axis_name: str) -> bool:
     """Whether an equation anywhere in the program names the axis, as collectives do."""
-    return any(
-        axis_name in compat.axes_of(equation.params)
-        or any(uses(inner, axis_name) for inner in compat.inner_programs(equation.params))
-        for equation in program.eqns
-    )
+    return any(axis_name in compat.axes_of(e.params) for e, _ in compat.scoped(program))
 
 
 def _untyped(program: Jaxpr, axis_name: str) -> list[Any]:
@@ -232,7 +228,7 @@ def check_named(
     if not (marks := _marks(program)):
         return
     if not any(of_batch):
-        maps = [e for e in _equations(program, True) if e.primitive.name == "shard_map"]
+        maps = [e for e, _ in compat.scoped(program) if e.primitive.name == "shard_map"]
         is_map = lambda e: _maps_elements(e.params["jaxpr"], axis_name)
         others = {compat.place_of(e) for e in maps if not is_map(e)}
         others.add("")  # an inner jit keeps no place
@@ -254,7 +250,7 @@ def check_named(
             more = marks
         counts = {x.shape[0] for x, yes in zip(types, of_batch) if yes}
         reading = _RowsOfBatch(counts, axis_name)
-        reading.program(program, [Rows(0, 1) if yes else None for yes in of_batch])
+        reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
         grows = lambda m, other: m.params["rows"] < other.params["rows"]
         wrong = [m for m, other in zip(marks, more) if reading.refuses(m, grows(m, other))]
     if wrong:
@@ -293,7 +289,7 @@ def _cut(mark: Any, axis_name: str) -> str:
 
 def _marks(program: Jaxpr) -> list[Any]:
     """Marks of what shard_maps whose specs name the workers' axis take, in the program's order."""
-    return [e for e in _equations(program, True) if e.primitive.name == shard_maps.MARK]
+    return [e for e, _ in compat.scoped(program) if e.primitive.name == shard_maps.MARK]
 
 
 def _maps_elements(program: Jaxpr, axis_name: str) -> bool:
@@ -342,24 +338,24 @@ class _RowsOfBatch(RowsReading):
         if name == "iota":  # positions, which are those of all workers' rows under jax.jit
             return [place(equation)]
         # What was mixed and is added to a row, as a mean of the batch is, moves no row.
-        if any(isinstance(x, Rows) for x in inputs):
+        if any(isinstance(x, RowAxis) for x in inputs):
             inputs = [None if isinstance(x, str) else x for x in inputs]
         if TRUSTED in inputs and (name in MOVES or name in ALONG):  # most have rows in front
             given = zip(inputs, compat.inputs_of(equation))
-            first = [Rows(0, 1) if x == TRUSTED and v.aval.shape else x for x, v in given]
+            first = [RowAxis(0, 1) if x == TRUSTED and v.aval.shape else x for x, v in given]
             mixed = super().operation(equation, first)[0] if TRUSTED not in first else TRUSTED
             return [mixed if isinstance(mixed, str) else TRUSTED] * len(equation.outvars)
         found = super().operation(equation, inputs)
-        if not isinstance(inputs[0] if inputs else None, Rows):
+        if not isinstance(inputs[0] if inputs else None, RowAxis):
             return found
         if name in ("dynamic_slice", "pad", "slice") and isinstance(found[0], str):
             return [inputs[0]]  # a part of the rows, in their order
-        if name == "reshape" and isinstance(found[0], Rows) and found[0].axis < 0:
+        if name == "reshape" and isinstance(found[0], RowAxis) and found[0].axis < 0:
             # Micro-batches: rows are along the last of several axes.
             shape = equation.outvars[0].aval.shape
             inner = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
             if found[0].block in inner:
-                return [Rows(inner.index(found[0].block), 1)]
+                return [RowAxis(inner.index(found[0].block), 1)]
         return found
 
     def _mark(self, mark: Any, rows: Known) -> Known:
@@ -370,10 +366,10 @@ class _RowsOfBatch(RowsReading):
                 self._users.add(id(mark))
             self._order(mark, not is_user and mark.params["rows"] in sizes)
             is_known = dim is not None and mark.params["rows"] in self._counts | sizes
-            return Rows(dim, 1) if is_known else rows
+            return RowAxis(dim, 1) if is_known else rows
         self._taken[mark.outvars[0]] = mark
         is_along = (
-            isinstance(rows, Rows) and rows != TRUSTED and (rows.axis == dim or rows.axis < 0)
+            isinstance(rows, RowAxis) and rows != TRUSTED and (rows.axis == dim or rows.axis < 0)
         )
         self._order(mark, is_along)
         if isinstance(rows, str):
