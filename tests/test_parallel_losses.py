@@ -462,6 +462,27 @@ def test_numbers_beside_rows():
     check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("order", ["values", "gradients"])
+def test_outer_derivatives_sum_over_workers(checked, order):
+    """As of a step in a step. Weights are whole on all workers."""
+    where = mesh_of((4, 2))
+    spec = P("data", "tp")
+    body = lambda h, a: jnp.tanh(h * jnp.sum(a) + lax.pmean(h.mean(0, keepdims=True), "data"))
+    split = jax.shard_map(
+        body, mesh=where, in_specs=(spec, P(None, "tp")), out_specs=spec, check_vma=checked
+    )
+    of = lambda f: lambda w, x: jnp.mean((f(x @ w["a"], w["a"][:1]) @ w["b"] - x) ** 2)
+    both = jaxsparse.value_and_grad(of(split), mesh=where)
+    params, x = put(where, 4)
+    sums = {"values": lambda v, g: v.sum(), "gradients": lambda v, g: jnp.sum(g["b"] ** 2)}[order]
+    outer = jax.grad(lambda w: sums(*both(w, x)))(params)
+    step = 1e-2
+    moved = lambda by: sums(*both({**params, "a": params["a"].at[0, 3].add(by)}, x))
+    slope = (moved(step) - moved(-step)) / (2 * step)
+    np.testing.assert_allclose(outer["a"][0, 3], slope, rtol=5e-2)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Metric:

@@ -156,6 +156,14 @@ class _Rewriting:
                     f"can't depend on a worker's own condition: give it check_vma=False, or use "
                     "jnp.where in the place of jax.lax.cond around it"
                 )
+            if is_checked:
+                # Weights get a row for each worker, so that an outer derivative sums over these.
+                own_row = lambda x: jnp.broadcast_to(x, (self._workers, *x.shape))
+                is_weight = [_is_float(x) and not names(s, axis) for s, x in zip(of_in, xs)]
+                xs = tuple(
+                    x if yes or not w else own_row(x) for x, yes, w in zip(xs, rows, is_weight)
+                )
+                rows = [yes or w for yes, w in zip(rows, is_weight)]
             # A body with checked types sees values as they were typed when it was traced.
             drop = lambda x: shard_maps.leave(x[0], axis) if is_checked else x[0]
 
@@ -225,6 +233,10 @@ class _Rewriting:
                 )
             inside = jaxpr_as_fun(params["call"])  # there is no axis to partition it over
         return inside, bound, of_in, of_out, self._mesh, {self._axis_name}
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _shardings_of(equation: Any, axis_name: str) -> dict[str, Any]:
