@@ -227,6 +227,14 @@ def test_gradients_that_are_sums_already_are_refused(place):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
 
+def test_a_linear_call_that_communicates_is_refused():
+    where = mesh_of((4, 2))
+    total = lambda _, g: lax.psum(g, "data")
+    f = lambda a: jax.custom_derivatives.linear_call(lambda _, x: 2 * x, total, (), a)
+    with pytest.raises(ValueError, match=r"linear_call at .*losses.py:\d+"):
+        jaxsparse.grad(lambda w, x: jnp.sum(x @ f(w["a"])), mesh=where)(*put(where, 4))
+
+
 def test_sums_by_hand_beside_means_of_workers():
     """Called at one place, and handed over as they are, where no line tells one from the other."""
     where = mesh_of((4, 2))
@@ -405,7 +413,51 @@ def of_two_axes(where, w, x):
     )(x, w["b"])  # fmt: skip
 
 
+def tells_workers(where):
+    """A body that uses the worker's number."""
+    own = lambda x, y: x * jnp.float32(lax.axis_index("data")) + y
+    return cut(own, where, (P("data"), P("data")), P("data"))
+
+
+def of_halves(where, w, x):
+    """The batch's even rows, and behind them the odd ones."""
+    h = jnp.concatenate([x[::2], x[1::2]])
+    return tells_workers(where)(h, h)
+
+
+def sorted_inside(where, w, x):
+    """Sorted in a shard_map that does not name the axis, and then in one that does."""
+    h = cut(lambda x, y: jnp.sort(x + y, axis=0), where, (P(), P()), P())(x, x)
+    h = cut(lambda x, y: jnp.tanh(x) * y, where, (P("data"), P("data")), P("data"))(h, h)
+    return tells_workers(where)(h, h)
+
+
+def repeated_experts(where, w, x):
+    """As many as there are rows, but not of them."""
+    experts = jnp.repeat(w["b"][:2], len(x) // 2, axis=0)
+    return cut(lambda x, e: x * e[:1], where, (P("data"), P("data")), P("data"))(x, experts)
+
+
+def of_keys(where, w, x):
+    """A key for each worker, drawn outside."""
+    noise = lambda x, keys: x * jax.random.normal(keys[0], x.shape)
+    keys = jax.random.split(jax.random.key(0), 4)
+    return cut(noise, where, (P("data"), P("data")), P("data"))(x, keys)
+
+
+def in_a_loop(where, w, x):
+    """A Python loop over rows has more shard_maps, with more rows."""
+    far = lambda x, y: x @ jnp.roll(y, lax.axis_index("data"), axis=0).T
+    one = cut(far, where, (P("data"), P()), P("data"))
+    return sum(one(x[i : i + 1], x).sum() for i in range(len(x)))
+
+
 NO_ROWS = {
+    of_halves: r"takes a value of shape \(4, 8\), .* behind the slice at .*_losses",
+    sorted_inside: r"takes a value of shape \(4, 8\), .* behind the jit at .*_losses",
+    repeated_experts: r"takes a value of shape \(4, 8\), .* no rows of a batch",
+    of_keys: r"takes a value of shape \(4,\), .* no rows of a batch",
+    in_a_loop: r"takes a value of shape \(1, 8\), .* not all rows of a worker",
     of_tokens: r"takes a value of shape \(32, 2\), whose 32 entries",
     of_own_numbers: r"takes a value of shape \(4,\), whose 4 entries",
     sorted_behind_a_kernel: r"takes a value of shape \(4, 16\), whose 4 entries",
@@ -431,6 +483,41 @@ def test_what_is_cut_over_workers_grows_with_the_batch(made, kind):
     loss = lambda w, x: jnp.sum(made(where, w, x) ** 2) + jnp.sum(w["a"])
     with pytest.raises(ValueError, match=r"shard_map at .*losses.py:\d+.*" + NO_ROWS[made]):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+def test_rows_that_a_body_takes_past_its_specs():
+    where = mesh_of((4, 2))
+    params, x = put(where, 4)
+
+    def closed(w, x):
+        h = x @ w["a"]
+        far = lambda y: y @ jnp.roll(h, lax.axis_index("data"), axis=0).T
+        split = jax.shard_map(
+            far, mesh=where, in_specs=P("data"), out_specs=P("data"), check_vma=False
+        )
+        return jnp.sum(split(h))
+
+    def by_number(w, x):
+        part = lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index("data") * (len(x) // 4), 1)
+        mean = lambda x: lax.pmean(jnp.tanh(part(x)), "data")
+        split = jax.shard_map(mean, mesh=where, in_specs=P(), out_specs=P(), check_vma=False)
+        return jnp.sum(split(x @ w["a"]))
+
+    for loss, words in (
+        (closed, r"the body of the jax.shard_map at .*losses.py.* closes over .* shape \(4, 16\)"),
+        (by_number, r"dynamic_slice at .*losses.py.* takes a part of one worker's rows by the"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            jaxsparse.grad(loss, mesh=where)(params, x)
+    # Weights are whole, and a part of them is the worker's own.
+    own = lambda x, a: x * a[lax.axis_index("data")][None]
+    split = jax.shard_map(own, mesh=where, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    of = lambda f: lambda w, x: jnp.sum(f(x, w["a"][:, :8]) ** 2)
+    plain = jax.vmap(jax.grad(of(own)), (None, 0), axis_name="data")
+    check(
+        jaxsparse.grad(of(split), mesh=where)(params, x),
+        plain(forms.W, forms.inputs(4).reshape(4, -1, 8)),
+    )
 
 
 def test_where_each_worker_draws_its_batch_a_body_maps_elements():
@@ -517,8 +604,35 @@ def batch_norm(x):
     return (x - x.mean(0, keepdims=True)) / jnp.std(x, axis=0, keepdims=True)
 
 
-@pytest.mark.parametrize("front", [batch_norm, lambda x: x[jnp.argsort(x[:, 0])] + x, jnp.fft.fft])
-def test_rows_that_a_batchs_statistics_moved_stay_rows(front):
+def convolved(x):
+    h = lax.conv_general_dilated(
+        x.reshape(-1, 4, 2, 1), jnp.ones((2, 2, 1, 1)), (1, 1), "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+    return lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 2, 1), (1,) * 4, "SAME").reshape(-1, 8)
+
+
+def each_alone(x):
+    return jax.vmap(lambda row: jax.nn.softmax(jnp.outer(row, row)) @ row)(x)
+
+
+def scanned(x):
+    layer = lambda h, _: (h + jax.nn.relu(h - h.mean(-1, keepdims=True)), None)
+    return lax.scan(jax.checkpoint(layer), x, None, length=2)[0]
+
+
+FRONTS = [
+    batch_norm,
+    convolved,
+    each_alone,
+    scanned,
+    jnp.fft.fft,
+    lambda x: x + jnp.eye(8)[jnp.abs(jnp.int32(x[:, 0] * 3)) % 8],
+]
+
+
+@pytest.mark.parametrize("front", some(FRONTS, FRONTS[:2]))
+def test_rows_are_followed_to_a_body_that_tells_workers_apart(front):
     where = mesh_of((4, 2))
     gathered = lambda z: z @ lax.all_gather(z, "data", tiled=True).T
     split = jax.shard_map(
@@ -530,6 +644,28 @@ def test_rows_that_a_batchs_statistics_moved_stay_rows(front):
     check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 
+def test_rows_are_followed_through_other_bodies():
+    """Attention whose specs name rows, a layer on tokens end to end, and equal ones beside."""
+    where = mesh_of((4, 2))
+    gathered = lambda z, m: (z * m) @ lax.all_gather(z, "data", tiled=True).T
+
+    def loss(w, x, is_split):
+        split = lambda f, n=1: f
+        if is_split:
+            split = lambda f, n=1: jax.shard_map(
+                f, mesh=where, in_specs=(P("data"),) * n, out_specs=P("data"), check_vma=False
+            )
+        h = split(lambda h: jnp.einsum("bqd,bkd->bqk", h, h))((x @ w["a"]).reshape(-1, 4, 4))
+        h = split(lambda h: jax.nn.gelu(h) @ jnp.ones((4, 2)))(h.reshape(-1, 4)).reshape(-1, 8)
+        return jnp.mean(split(gathered, 2)(h, jnp.ones((len(x), 1))) ** 2)
+
+    plain = jax.vmap(
+        jax.value_and_grad(lambda w, x: loss(w, x, False)), (None, 0), axis_name="data"
+    )
+    found = jaxsparse.value_and_grad(lambda w, x: loss(w, x, True), mesh=where)(*put(where, 4))
+    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+
+
 @pytest.mark.parametrize("how", ["scan", "map", "unrolled"])
 @pytest.mark.parametrize("size", [2, -1])
 def test_micro_batches(how, size):
@@ -537,8 +673,7 @@ def test_micro_batches(how, size):
     where = mesh_of((4, 2))
     spec = P("data", "tp")
     centred = lambda h: jnp.tanh(h - lax.pmean(h.mean(0, keepdims=True), "data"))
-    # What uses the axis has to grow.
-    body = jnp.tanh if size > 0 or how == "unrolled" else centred
+    body = jnp.tanh if how == "unrolled" else centred
     split = jax.shard_map(body, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
 
     def loss(w, x, f=split):

@@ -348,7 +348,7 @@ def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> 
             f"values of shapes {[x.shape for x in closed]}: pass them as arguments, with in_specs "
             "of their own, or give it check_vma=False"
         )
-    if _has_gradient(traced.jaxpr) and _communicates(traced.jaxpr, axis_name):
+    if _has_gradient(traced.jaxpr) and communicates(traced.jaxpr, axis_name):
         raise ValueError(
             f"the jax.shard_map at {place} takes a gradient inside, and communicates over the "
             f"workers' axis {axis_name!r}. With checked types JAX would sum that gradient over "
@@ -362,7 +362,7 @@ def _has_gradient(program: Jaxpr) -> bool:
     return any("transpose(" in scopes for _, scopes in compat.scoped(program))
 
 
-def _communicates(program: Jaxpr, axis_name: str) -> bool:
+def communicates(program: Jaxpr, axis_name: str) -> bool:
     """Whether an operation anywhere in the program communicates over the axis."""
     return any(
         e.primitive.name in compat.OPCODES and axis_name in compat.axes_of(e.params)

@@ -14,11 +14,13 @@ from jaxsparse.comm.flow import Reading
 class RowAxis(NamedTuple):
     """The axis along which an array has rows, each of them a block of so many entries.
 
-    Blocks are longer than 1 where an axis was joined with others, as by `x.reshape(-1, n)`.
+    Blocks are longer than 1 where an axis was joined with others, as by `x.reshape(-1, n)`. It may
+    be a part of the rows, or rows that come again and again (`is_part`).
     """
 
     axis: int
     block: int
+    is_part: bool = False
 
 
 # What is known of a value: its axis of rows, or None, if nothing with rows is in it. A string is
@@ -68,8 +70,8 @@ def reshaped(rows: RowAxis, shape: tuple[int, ...], new: tuple[int, ...]) -> Row
     for i, n in enumerate(new):
         inner = math.prod(new[i + 1 :])
         if inner and size % inner == 0 and n * inner % max(count * size, 1) == 0:
-            return RowAxis(i, size // inner)
-    return RowAxis(_SPREAD, size)
+            return RowAxis(i, size // inner, rows.is_part or n * inner != count * size)
+    return RowAxis(_SPREAD, size, rows.is_part)
 
 
 def _sliced(call: Call) -> int | None:
@@ -167,6 +169,9 @@ MOVES: dict[str, _Rule] = {
 WHOLE = {"broadcast_in_dim", "squeeze", "stack", "transpose", "unstack"}
 _reduced: _Rule = lambda call: call.without(call.params["axes"])
 _summed: _Rule = lambda call: call.beside([call.params["axis"]])
+_windowed: _Rule = lambda call: call.if_whole(
+    call.params["window_dimensions"][call.axis] == call.params["window_strides"][call.axis] == 1
+)
 _of_matrix: _Rule = lambda call: call.beside(range(len(call.shape))[-2:])
 # What combines elements along axes.
 ALONG: dict[str, _Rule] = {
@@ -177,6 +182,7 @@ ALONG: dict[str, _Rule] = {
     "conv_general_dilated": _convolved,
     "dot_general": _multiplied,
     "fft": lambda call: call.beside(range(len(call.shape))[-len(call.params["fft_lengths"]) :]),
+    **{f"reduce_window{x}": _windowed for x in ("", "_max", "_min", "_sum")},
     "sort": lambda call: call.beside([call.params["dimension"]]),
     "top_k": lambda call: call.beside([len(call.shape) - 1]),
     **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), _of_matrix),
@@ -194,13 +200,9 @@ class RowsReading(Reading[Known]):
         only_elements: whether operations along other axes than that of rows, or that pick there,
             are refused, too. A transformation that does not know rows would count axes from the
             wrong one.
-
-    Attributes:
-        is_strict: whether an operation that is not known mixes rows.
     """
 
     nothing = None
-    is_strict = True
 
     def __init__(self, only_elements: bool = False) -> None:
         super().__init__()
@@ -234,7 +236,7 @@ class RowsReading(Reading[Known]):
         if name in ONE_BY_ONE:
             return inputs
         if (found := self._moved(equation, inputs)) is None:
-            knows_rows = self.is_strict and "vmap(" in self.scopes  # it was written for rows
+            knows_rows = "vmap(" in self.scopes  # it was written for rows
             found = TRUSTED if knows_rows else place(self.around or equation)
         return every(found)
 
@@ -253,17 +255,15 @@ class RowsReading(Reading[Known]):
         rule = MOVES.get(name) or ALONG.get(name)
         if rule is None:
             is_followed = name not in OTHERS and not any(compat.inner_programs(equation.params))
-            return None if is_followed and self.is_strict else TRUSTED
+            return None if is_followed else TRUSTED
         is_known = rows.axis >= 0 and (is_one or name in OF_SEVERAL)
         if not is_known or (self.only_elements and name not in WHOLE):
             return None
         axes = [x.axis if isinstance(x, RowAxis) else None for x in inputs]
         moved = rule(Call(equation.params, shapes, axes, rows.axis, shape))
-        if moved == TRUSTED.axis:
-            return TRUSTED if self.is_strict else None
-        if moved is None:
-            return None
-        return RowAxis(int(moved), rows.block)  # and no integer of NumPy
+        if moved is None or moved == TRUSTED.axis:
+            return moved if moved is None else TRUSTED
+        return rows._replace(axis=int(moved))  # and no integer of NumPy
 
 
 def place(equation: Any) -> str:
@@ -274,4 +274,4 @@ def place(equation: Any) -> str:
 def _shifted(value: Known, by: int) -> Known:
     if not isinstance(value, RowAxis) or value.axis < 0:
         return value
-    return RowAxis(value.axis + by, value.block)
+    return value._replace(axis=value.axis + by)

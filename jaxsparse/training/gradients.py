@@ -23,7 +23,7 @@ from jaxsparse.comm import shard_maps, wire
 from jaxsparse.comm.meshes import AnyMesh, find_workers, inner_axes, names_of, restricted
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback.front import marked
-from jaxsparse.training import one_worker
+from jaxsparse.training import named_axes, one_worker
 from jaxsparse.training.batches import check_closed_over, numbers_of_batches, with_fixed
 from jaxsparse.training.rewriting import rewritten
 
@@ -138,7 +138,7 @@ def value_and_grad(
             if batch_argnums is None:
                 batches = [given[0][i] for i in split]
                 check_closed_over(program, batches, count, "give batch_argnums=1")
-            one_worker.check_sums(program, axis_name)
+            named_axes.check_sums(program, axis_name)
 
         each = on_workers(one, count, found, axis_name, is_split, is_split, check, True)
         (value, grads), _ = each(*(x for _, x in flat))
@@ -235,7 +235,7 @@ def on_workers(
         check(program.jaxpr)
         if mesh is not None and workers > 1:  # else nothing is cut
             again = functools.partial(trace, flat)
-            one_worker.check_named(program.jaxpr, of_batch, axis_name, types, again)
+            named_axes.check_named(program.jaxpr, of_batch, axis_name, types, again)
         return program, tree
 
     def traced_inside(*leaves: Any, closed: Sequence[Any] = ()) -> OwnAndEqual:
