@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import subprocess
 import sys
 import threading
 
@@ -72,6 +73,19 @@ def test_a_closed_pipe_does_not_keep_a_process_from_leaving(monkeypatch, name):
 def test_a_limit_is_positive(limit):
     with pytest.raises(ValueError, match=rf"limit={limit} must be a positive, finite number"):
         fail_at_once(limit=limit).__enter__()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="another system has no such note")
+@pytest.mark.parametrize(
+    ("end", "status"), [("os.abort()", -6), ("os.kill(os.getpid(), 9)", -9), ("", 0), ("1 / 0", 1)]
+)
+def test_a_process_that_c_ends_is_told_of(end, status):
+    """As JAX aborts a process if another one died."""
+    code = f"import os, jaxsparse\nwith jaxsparse.fail_at_once():\n    {end or 'pass'}"
+    ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == status
+    assert ("this one is innocent" in ended.stderr) == (status < 0)
+    assert ("ZeroDivisionError" in ended.stderr) == (status == 1)
 
 
 def test_an_orderly_end_is_left_alone():

@@ -560,9 +560,19 @@ def test_a_run_of_other_settings_is_refused(clock):
     other = reference.member(store, "new", clock, programs=reference.arithmetic("int8"))
     with (
         pytest.warns(UserWarning, match="another model, exchange or optimizer"),
-        pytest.raises(ValueError, match="holds no snapshot of this run: its settings are"),
+        pytest.raises(ValueError, match="holds snapshots of another run: its settings are"),
     ):
         other.join(reference.start())
+
+
+def test_a_saved_state_in_a_run_of_other_settings_is_refused(clock):
+    """At once: waiting does not help, and the decision is a good one."""
+    store = reference.Memory()
+    members, states = joined(store, NAMES[:2], clock)
+    states = ran(members, states, 1, np.ones((1, 2, 6)), clock)
+    other = reference.member(store, NAMES[0], clock, programs=reference.arithmetic("int8"))
+    with pytest.raises(ValueError, match=r"a decision of round 0 of another run: .* same settings"):
+        other.join(states[0])
 
 
 def test_messages_that_somebody_deleted_end_in_an_error(clock):

@@ -31,11 +31,18 @@ from jaxsparse.islands.records import (
     BrokenError,
     CountedMessage,
     Decision,
+    ForeignError,
     Message,
     checksum,
     words_of,
 )
-from jaxsparse.islands.store import NAME, Objects, UnreachableError, not_shown
+from jaxsparse.islands.store import (
+    NAME,
+    Objects,
+    UnreachableError,
+    not_shown,
+    of_another_run,
+)
 
 _KEPT = 2  # snapshots
 _ROUND = re.compile("[0-9]{8,15}")
@@ -149,6 +156,8 @@ class Rounds:
             return None
         try:
             return Decision.from_bytes(data, round, self.settings)[0]
+        except ForeignError as error:
+            raise of_another_run(self.store, f"a decision of round {round}", error) from None
         except BrokenError as error:
             raise UnreachableError(
                 f"{self.store} shows a decision of round {round} that can't be read: {error}. "

@@ -13,7 +13,7 @@ from jaxsparse.islands.arithmetic import Shared, place_as, shared_leaves
 from jaxsparse.islands.processes import gather, is_first, lead, spread
 from jaxsparse.islands.protocol import Rounds
 from jaxsparse.islands.records import DTYPES, BrokenError, ForeignError, Snapshot
-from jaxsparse.islands.store import UnreachableError, not_shown
+from jaxsparse.islands.store import UnreachableError, not_shown, of_another_run
 
 
 def make(rounds: Rounds, shared: Shared, round: int) -> bytes:
@@ -67,10 +67,7 @@ def read_newest(rounds: Rounds, shared: Shared, after: int = -1) -> tuple[Shared
                 if not isinstance(error, ForeignError):
                     trouble = UnreachableError(f"{rounds.store} shows no whole snapshot: {text}")
                 elif trouble is None:
-                    trouble = ValueError(
-                        f"{rounds.store} holds no snapshot of this run: {error}. Give a run a "
-                        "prefix of its own, and the same settings to all of its islands"
-                    )
+                    trouble = of_another_run(rounds.store, "snapshots", error)
         if trouble is not None:
             raise trouble
         return None

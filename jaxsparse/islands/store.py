@@ -44,6 +44,14 @@ def not_shown(store: "Objects", what: str) -> UnreachableError:
     )
 
 
+def of_another_run(store: "Objects", what: str, error: Exception) -> ValueError:
+    """The error of a store that holds another run."""
+    return ValueError(
+        f"{store} holds {what} of another run: {error}. Give a run a prefix of its own, and the "
+        "same settings to all of its islands"
+    )
+
+
 class Objects(Protocol):
     """What islands need of a store. Keys are relative paths with "/".
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -35,6 +36,33 @@ _LOST = re.compile(
 _UNLIKE = re.compile(r"doesn't match expected size|collective mismatch")
 
 
+_KILLED = (
+    "This process ended before its Python code did. If JAX says above that another task died or is "
+    "unhealthy, this one is innocent: the output of that one tells why. If nothing stands above, "
+    "the system may have ended it, as for want of memory."
+)
+
+
+@contextlib.contextmanager
+def _told_if_killed() -> Iterator[None]:
+    """Prints a note if this process is killed, or if C++ aborts it, where no Python runs any more.
+
+    So another process waits for the end of a pipe that this one closes, whichever way it ends.
+    """
+    if os.name != "posix":
+        yield
+        return
+    command = ["sh", "-c", 'trap "" INT TERM; read -r line || echo "$0" >&2', _KILLED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as waiting:
+        assert waiting.stdin is not None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                waiting.stdin.write(b"\n")
+                waiting.stdin.flush()
+
+
 @contextlib.contextmanager
 def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
     """Ends this process at once on an error, and in time if another one stays behind.
@@ -45,7 +73,7 @@ def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
 
     If one process leaves out a step of `jaxsparse.watch` or `LocalSteps`, or gets stuck before one,
     the others would wait for it for ever. Instead, they end after `limit` seconds without progress,
-    and say how far each process came.
+    and say how far each process came. If this one is killed, or aborted by JAX, a note says so.
 
     At its beginning, processes compare their versions and settings of JAX, their XLA_FLAGS, and how
     many devices each has. If they differ, all raise the same error.
@@ -57,7 +85,7 @@ def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
     if limit is not None and not 0 < limit < math.inf:
         raise ValueError(f"limit={limit} must be a positive, finite number of seconds, or None")
     try:
-        with watched(limit):
+        with _told_if_killed(), watched(limit):
             if (group := whole_group()) is not None:
                 compare_texts(group, "fail_at_once", _surroundings())
             yield
