@@ -231,12 +231,10 @@ def _posted(
     flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
     words, held = [bits(flag[None]), bits(dense)], []
     rank = jnp.asarray(rank, jnp.int32)
-    for gradient, b, reducer, needs_zeros in zip(
-        gradients, before.buckets, plan.reducers, plan.needs_zeros
-    ):
+    for gradient, b, bucket in zip(gradients, before.buckets, plan.buckets):
         # A gradient that is not finite must not stay with a worker whose message comes too late.
-        begun = begin(gradient, b, ok, settings, needs_zeros)
-        message, kept = _checked(reducer).encode(join(begun.residual), b.reducer, rank)
+        begun = begin(gradient, b, ok, settings, bucket)
+        message, kept = _checked(bucket.reducer).encode(join(begun.residual), b.reducer, rank)
         words.append(message)
         held.append(Posted(begun, kept))
     info = Info(jnp.int32(0), jnp.int32(0))
@@ -271,10 +269,8 @@ def _received(
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
-    for own, b, reducer, needs_zeros, size in zip(
-        posted, before.buckets, plan.reducers, plan.needs_zeros, plan.sizes
-    ):
-        reducer = _checked(reducer)
+    for own, b, bucket in zip(posted, before.buckets, plan.buckets):
+        reducer, size = _checked(bucket.reducer), bucket.size
         part, rest = _cut(rest, reducer.words(size))
         vector = join(own.begun.residual)
         if shares is None:
@@ -283,7 +279,7 @@ def _received(
             reduced = deliver(vector, _weighted(reducer, shares, part, size), own.kept, 1)
         if not counts:
             reduced = reduced._replace(kept=Kept(vector, None, reduced.kept.state))
-        mean, now = finish(own.begun, vector, reduced, ok, settings, needs_zeros)
+        mean, now = finish(own.begun, vector, reduced, ok, settings, bucket)
         means.append(mean)
         after.append(where_ok(ok, now, b))
         infos.append(reduced.info)

@@ -51,17 +51,36 @@ class Exchanged(NamedTuple):
     ok: Bool[Array, ""]  # whether everything is finite on all workers
 
 
+class BucketPlan(NamedTuple):
+    """How a bucket is exchanged."""
+
+    reducer: Reducer
+    size: int  # number of elements
+    name: str  # in a state: its number and the reducer's system
+    state: Any  # shapes and dtypes of the reducer's own state
+    leaves: frozenset[int]  # the numbers of the leaves that have a part in it
+
+    @property
+    def needs_zeros(self) -> bool:
+        return self.reducer.needs_zeros
+
+
 class TreePlan(NamedTuple):
     """How the leaves of a tree are exchanged."""
 
     layout: Layout
-    reducers: tuple[Reducer, ...]  # one a bucket
-    needs_zeros: tuple[bool, ...]  # one a reducer
-    systems: tuple[str, ...]  # the name of each reducer's system
-    states: tuple[Any, ...]  # shapes and dtypes of each reducer's own state
-    sizes: tuple[int, ...]  # number of elements of each bucket
+    buckets: tuple[BucketPlan, ...]
     dense_elements: int  # number of uncompressed elements of all of a worker's devices
-    compressed: frozenset[int]  # the numbers of the leaves in buckets
+
+    @property
+    def compressed(self) -> frozenset[int]:
+        """The numbers of the leaves in buckets."""
+        return frozenset().union(*(bucket.leaves for bucket in self.buckets))
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """The name of each bucket's system."""
+        return tuple(bucket.reducer.system for bucket in self.buckets)
 
 
 class Settings(NamedTuple):
@@ -136,16 +155,16 @@ def _exchange_each(
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
-    for i, (b, reducer, needs_zeros) in enumerate(zip(before, plan.reducers, plan.needs_zeros)):
+    for i, (b, bucket) in enumerate(zip(before, plan.buckets)):
         x = b.residual if gradients is None else gradients[i]
         if means:
             x, means[-1] = _after(x, means[-1], axes)
         begun = b._replace(residual=x)
         if gradients is not None:
-            begun = begin(x, b, ok, settings, needs_zeros)
+            begun = begin(x, b, ok, settings, bucket)
         vector = join(begun.residual)
-        reduced = reducer(vector, b.reducer, axis_name=axes.axis_name)
-        mean, own = finish(begun, vector, reduced, ok, settings, needs_zeros)
+        reduced = bucket.reducer(vector, b.reducer, axis_name=axes.axis_name)
+        mean, own = finish(begun, vector, reduced, ok, settings, bucket)
         means.append(mean)
         after.append(own)
         infos.append(reduced.info)
@@ -159,8 +178,8 @@ def _begin_each(
     plan: TreePlan,
     settings: Settings,
 ) -> list[Bucket]:
-    each = zip(gradients, before, plan.needs_zeros)
-    return [begin(gradient, b, ok, settings, needs_zeros) for gradient, b, needs_zeros in each]
+    each = zip(gradients, before, plan.buckets)
+    return [begin(gradient, b, ok, settings, bucket) for gradient, b, bucket in each]
 
 
 def begin(
@@ -168,7 +187,7 @@ def begin(
     before: Bucket,
     ok: Bool[Array, ""] | bool,
     settings: Settings,
-    needs_zeros: bool,
+    plan: BucketPlan,
 ) -> Bucket:
     """The bucket of a worker whose residual is then what it has to send. If not `ok`, as before.
 
@@ -177,15 +196,15 @@ def begin(
         before: this worker's state.
         ok: whether gradients are finite.
         settings: see there.
-        needs_zeros: the reducer's. If so, `momentum` is that of the mean, and stays.
+        plan: the bucket's. If its reducer needs zeros, `momentum` is that of the mean, and stays.
     """
     kept = before.momentum
-    u = corrected(gradient, kept, settings, needs_zeros)
-    if kept is not None and not needs_zeros:
+    u = corrected(gradient, kept, settings, plan)
+    if kept is not None and not plan.needs_zeros:
         # The exchanged vector is computed from it. Otherwise XLA computes the momentum after the
         # exchange, and keeps two vectors until then.
         kept = u = where_ok(ok, u, kept)
-    x = fed_back(before.residual, summand(gradient, u, kept, settings, needs_zeros), settings)
+    x = fed_back(before.residual, summand(gradient, u, kept, settings, plan), settings)
     return Bucket(where_ok(ok, x, before.residual), kept, before.reducer)
 
 
@@ -195,7 +214,7 @@ def finish(
     reduced: Reduced,
     ok: Bool[Array, ""],
     settings: Settings,
-    needs_zeros: bool,
+    plan: BucketPlan,
 ) -> tuple[Pieces, Bucket]:
     """The mean of an exchange, and the worker's state after it: momentum is masked where it sent.
 
@@ -213,14 +232,14 @@ def finish(
         reduced: the result of the reducer.
         ok: whether the step counts on all workers.
         settings: see there.
-        needs_zeros: see `begin`.
+        plan: see `begin`.
     """
     x, momentum, state = begun
     residual, sent, after, indices = reduced.kept
     own = vector if indices is None else vector.at[indices].get(mode="fill", fill_value=0)
     mean = where_ok(ok, reduced.mean, jnp.zeros_like(reduced.mean))
     residual = where_ok(ok, residual, own)
-    is_masked = momentum is not None and not needs_zeros
+    is_masked = momentum is not None and not plan.needs_zeros
     sent = ok & sent if is_masked and sent is not None else None
     shapes = [piece.shape for piece in x]
     if indices is not None and len(x) * indices.size <= vector.size // _PER_ENTRY:
@@ -233,7 +252,7 @@ def finish(
         means, left, sent = cut((mean, residual, sent), shapes)
         if sent is not None:
             momentum = jax.tree.map(_masked, momentum, sent)
-    if needs_zeros:
+    if plan.needs_zeros:
         means, momentum = with_mean_momentum(means, momentum, ok, settings)
     return means, Bucket(left, momentum, where_ok(ok, after, state))
 
@@ -263,8 +282,8 @@ def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: TreePlan) ->
         plan: the plan of the tree.
     """
     buckets = []
-    for b, zeros, mean, low in zip(done.carried.buckets, plan.needs_zeros, done.means, rounded):
-        if not zeros:
+    for b, bucket, mean, low in zip(done.carried.buckets, plan.buckets, done.means, rounded):
+        if not bucket.needs_zeros:
             b = b._replace(residual=jax.tree.map(_with_lost, b.residual, mean, low))
         buckets.append(b)
     return done._replace(carried=done.carried._replace(buckets=buckets))
@@ -372,22 +391,22 @@ def with_mean_momentum(
 
 
 def corrected(
-    gradient: Pieces, before: Pieces | None, settings: Settings, needs_zeros: bool
+    gradient: Pieces, before: Pieces | None, settings: Settings, plan: BucketPlan
 ) -> Pieces:
     """The gradient with momentum, u."""
-    if settings.momentum is None or before is None or needs_zeros:
+    if settings.momentum is None or before is None or plan.needs_zeros:
         return gradient
     factor = jnp.asarray(settings.momentum, jnp.float32)
     return jax.tree.map(lambda u, g: _in_range(factor * u + g), before, gradient)
 
 
 def summand(
-    gradient: Pieces, u: Pieces, before: Pieces | None, settings: Settings, needs_zeros: bool
+    gradient: Pieces, u: Pieces, before: Pieces | None, settings: Settings, plan: BucketPlan
 ) -> Pieces:
     """The summand of the residual: u, or momentum * u + g with Nesterov's momentum."""
     if not settings.nesterov or before is None:
         return u
-    return corrected(gradient, u, settings, needs_zeros)
+    return corrected(gradient, u, settings, plan)
 
 
 def _all_finite_in(tree: Any) -> Bool[Array, ""]:
@@ -434,8 +453,8 @@ def count_moved(arrays: Sequence[Array]) -> Int[Array, ""]:
 def total(infos: Sequence[Info], plan: TreePlan, axes: Axes) -> Info:
     """Counts over buckets and a worker's devices, with uncompressed elements, without padding."""
     delivered, overflow = [jnp.int32(0)], [jnp.int32(0)]
-    for one, size in zip(infos, plan.sizes):
-        delivered.append(jnp.minimum(one.delivered, count(size)))
+    for one, bucket in zip(infos, plan.buckets):
+        delivered.append(jnp.minimum(one.delivered, count(bucket.size)))
         overflow.append(one.overflow)
     counts = jnp.stack([jnp.stack(delivered), jnp.stack(overflow)], axis=1)
     compressed, without_room = saturating_sum(counts, axes.inner)

@@ -131,7 +131,7 @@ class StateStore(NamedTuple):
             ErrorFeedbackState(
                 residual=accumulators["residual"],
                 momentum=accumulators["momentum"],
-                reducers=_by_bucket(plan, [r.init(n) for r, n in zip(plan.reducers, plan.sizes)]),
+                reducers={b.name: b.reducer.init(b.size) for b in plan.buckets},
                 skipped=jnp.int32(0),
                 info=Info(jnp.int32(0), jnp.int32(0)),
                 pending=accumulators["pending"] if self.is_delayed else (),
@@ -141,7 +141,9 @@ class StateStore(NamedTuple):
 
     def _described(self, plan: TreePlan) -> dict[str, dict[str, "_Accumulator"]]:
         """The accumulators by field and name."""
-        layout, packed, of_mean = plan.layout, plan.compressed, _of_mean(plan)
+        layout, packed = plan.layout, plan.compressed
+        # Leaves whose momentum is that of the mean.
+        of_mean = {leaf for bucket in plan.buckets if bucket.needs_zeros for leaf in bucket.leaves}
         loose = {leaf for leaf, _, _ in layout.dense}
         one = lambda leaf, dtype: _Accumulator((1, *layout.shapes[leaf]), dtype, True)
         mean = lambda leaf, dtype: _Accumulator(layout.shapes[leaf], dtype, False)
@@ -179,7 +181,7 @@ class StateStore(NamedTuple):
 
         residuals, momenta = leaves(state.residual), leaves(state.momentum)
         pending = leaves(state.pending or {})
-        reducers = [state.reducers[name] for name in _names(plan)]
+        reducers = [state.reducers[bucket.name] for bucket in plan.buckets]
         if not self.keeps_residual:
             residuals = {i: jnp.zeros(layout.shapes[i], jnp.float32) for i in plan.compressed}
         own = layout.buckets_of(residuals)
@@ -224,7 +226,7 @@ class StateStore(NamedTuple):
             ErrorFeedbackState(
                 residual=accumulators["residual"],
                 momentum=accumulators["momentum"],
-                reducers=_by_bucket(plan, [b.reducer for b in buckets]),
+                reducers={p.name: b.reducer for p, b in zip(plan.buckets, buckets)},
                 skipped=before.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
                 info=info,
                 pending=accumulators["pending"] if self.is_delayed else (),
@@ -243,14 +245,14 @@ class StateStore(NamedTuple):
 
     def _rounded(self, carried: Carried, round_: Array, plan: TreePlan) -> Carried:
         buckets = []
-        for i, (b, zeros) in enumerate(zip(carried.buckets, plan.needs_zeros)):
+        for i, (b, bucket) in enumerate(zip(carried.buckets, plan.buckets)):
             shapes = [piece.shape for piece in b.residual]
             narrow = lambda x, key, to=shapes: layouts.cut(rounded(layouts.join(x), key), to)
             residual = narrow(b.residual, key_of(round_, 2 * i, self.axes.all))
             momentum = b.momentum
             if momentum is not None:
                 # All copies of a mean's momentum must be rounded alike.
-                axes = self.axes.inner if zeros else self.axes.all
+                axes = self.axes.inner if bucket.needs_zeros else self.axes.all
                 momentum = narrow(momentum, key_of(round_, 2 * i + 1, axes))
             buckets.append(Bucket(residual, momentum, b.reducer))
         return carried._replace(buckets=buckets)
@@ -262,21 +264,6 @@ class _Accumulator(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     is_own: bool  # whether it is a worker's own, and marked so
-
-
-def _names(plan: TreePlan) -> list[str]:
-    """The name of each bucket in a state."""
-    return [f"{i}_{system}" for i, system in enumerate(plan.systems)]
-
-
-def _by_bucket(plan: TreePlan, each: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(_names(plan), each))
-
-
-def _of_mean(plan: TreePlan) -> set[int]:
-    """The compressed leaves whose momentum is that of the mean."""
-    each = zip(plan.layout.buckets, plan.needs_zeros)
-    return {leaf for pieces, zeros in each if zeros for leaf, _, _ in pieces}
 
 
 def _is_marked(node: Any) -> bool:
@@ -382,12 +369,12 @@ def _check_origin(state: ErrorFeedbackState, plan: TreePlan, is_delayed: bool) -
             f"delay={int(state.is_delayed)}, but this transformation has "
             f"delay={int(is_delayed)}: {fix}"
         )
-    for i, (name, needed) in enumerate(zip(_names(plan), plan.states)):
-        there, wanted = _in_words(state.reducers[name]), _in_words(needed)
+    for i, bucket in enumerate(plan.buckets):
+        there, wanted = _in_words(state.reducers[bucket.name]), _in_words(bucket.state)
         if there != wanted:
             raise ValueError(
-                f"the state was made for other settings: {plan.systems[i]}'s own state of bucket "
-                f"{i} is {there}, and {plan.reducers[i]} needs {wanted}: {fix}"
+                f"the state was made for other settings: {bucket.reducer.system}'s own state of "
+                f"bucket {i} is {there}, and {bucket.reducer} needs {wanted}: {fix}"
             )
 
 

@@ -6,8 +6,6 @@ calls their reducers (`reduce`: collectives, `deliver`: the mean), and finishes 
 """
 
 import dataclasses
-import itertools
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +22,14 @@ from jaxsparse.comm.marks import is_stand_in, on_plain_arrays
 from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.devices import in_worker, over_rows, shards, spread, typed_as
-from jaxsparse.feedback.exchange import Exchanged, Settings, TreePlan, exchange, keep_rounding
+from jaxsparse.feedback.exchange import (
+    BucketPlan,
+    Exchanged,
+    Settings,
+    TreePlan,
+    exchange,
+    keep_rounding,
+)
 from jaxsparse.feedback.options import (
     LeafOptions,
     Options,
@@ -395,13 +400,14 @@ def _plan(
             leaves = [tuple(Leaf(*leaf) for leaf in layout.leaves(i)) for i in own]
             made = [reducer.with_leaves(each) for reducer, each in zip(made, leaves)]
         reducers += made
-    return TreePlan(
-        layout=layout,
-        reducers=tuple(reducers),
-        needs_zeros=tuple(map(operator.attrgetter("needs_zeros"), reducers)),
-        systems=tuple(map(operator.attrgetter("system"), reducers)),
-        states=tuple(map(Reducer.abstract_state, reducers, sizes)),
-        sizes=sizes,
-        dense_elements=all_dense if dense_elements is None else dense_elements,
-        compressed=frozenset(map(operator.attrgetter("leaf"), itertools.chain(*layout.buckets))),
+    buckets = tuple(
+        BucketPlan(
+            reducer,
+            size,
+            f"{i}_{reducer.system}",
+            reducer.abstract_state(size),
+            frozenset(piece.leaf for piece in pieces),
+        )
+        for i, (reducer, size, pieces) in enumerate(zip(reducers, sizes, layout.buckets))
     )
+    return TreePlan(layout, buckets, all_dense if dense_elements is None else dense_elements)
