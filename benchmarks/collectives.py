@@ -27,16 +27,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxsparse
-from jaxsparse import codecs, traffic
+from jaxsparse import codecs, contrib, traffic
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives import (
     all_gather_sum,
     dsar_split_allgather,
-    gtopk,
     recursive_double,
     sparse_ring,
     split_allgather,
 )
+from jaxsparse.contrib.gtopk_sum import gtopk
 from jaxsparse.reducers.base import Reducer
 
 
@@ -101,7 +101,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
         add(name, sent, published, reason)
 
     def dense(x: jax.Array) -> Any:
-        return jaxsparse.systems.Dense()(x, (), axis_name="data").mean
+        return jaxsparse.reducers.Dense()(x, (), axis_name="data").mean
 
     ring = 2 * (W - 1) / W * size
     sent = wire(dense, workers, jax.ShapeDtypeStruct((size,), jnp.float32))
@@ -152,13 +152,13 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
     density = k / size
     reducer(
         "ok_topk, factor 1",
-        jaxsparse.systems.OkTopk(density, capacity_factor=1.0),
+        contrib.OkTopk(density, capacity_factor=1.0),
         (2 * k * (W - 1) / W, 6 * k * (W - 1) / W),
         "counts; thresholds and regions every 32, 64 steps",
     )
     spardl = (4 * k * (W - 1) / W,) * 2
-    reducer("spardl", jaxsparse.systems.SparDL(density), spardl)
-    packed = jaxsparse.systems.SparDL(density, codec=codecs.Packed())
+    reducer("spardl", jaxsparse.reducers.SparDL(density), spardl)
+    packed = jaxsparse.reducers.SparDL(density, codec=codecs.Packed())
     reducer("spardl, Packed", packed, spardl, "4 bytes an entry")
     for T in range(2, W + 1):
         if W % T:
@@ -167,7 +167,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
             formula = 2 * k * ((2 * W - 2 * T) / W + T / W * math.log2(T))
             reducer(
                 f"spardl, R-SAG, {T} teams",
-                jaxsparse.systems.SparDL(density, teams=T),
+                jaxsparse.reducers.SparDL(density, teams=T),
                 (formula,) * 2,
             )
         # Eq. (10) has T^2 in the place of T W: it leaves out the reduce-scatter, 2 k (W - T) / W.
@@ -175,7 +175,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
         high = 2 * k * (T * T + 2 * W - 3 * T) / W
         reducer(
             f"spardl, B-SAG, {T} teams",
-            jaxsparse.systems.SparDL(density, teams=T, gather="bruck"),
+            jaxsparse.reducers.SparDL(density, teams=T, gather="bruck"),
             (low, high),
             f"lower bound corrected: eq. (10) has {printed / k:.2f}, without the reduce-scatter; "
             "all-gather of k whatever h; 1 word counts entries"

@@ -22,8 +22,9 @@ import optax
 import timing
 
 import jaxsparse
+from jaxsparse import contrib
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.systems import TopK
+from jaxsparse.reducers import TopK
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import digits
@@ -56,15 +57,15 @@ def rows() -> dict[str, Any]:
     average = lambda: optax.ema(MOMENTUM, debias=False)
     return {
         "dense": optax.chain(jaxsparse.dense(), average()),
-        "top-k, error feedback": jaxsparse.error_feedback(top_k, **everything),
+        "top-k, error feedback": jaxsparse.exchange(top_k, **everything),
         "top-k, error feedback, momentum behind": optax.chain(
-            jaxsparse.error_feedback(top_k, **everything), average()
+            jaxsparse.exchange(top_k, **everything), average()
         ),
         "top-k, error feedback of momenta": optax.chain(
-            jaxsparse.per_worker(average()), jaxsparse.error_feedback(top_k, **everything)
+            jaxsparse.per_worker(average()), jaxsparse.exchange(top_k, **everything)
         ),
-        "EF21-SGD, no momentum": jaxsparse.ef21_sgdm(top_k, momentum=None, **everything),
-        "EF21-SGDM": jaxsparse.ef21_sgdm(top_k, momentum=MOMENTUM, **everything),
+        "EF21-SGD, no momentum": contrib.ef21_sgdm(top_k, momentum=None, **everything),
+        "EF21-SGDM": contrib.ef21_sgdm(top_k, momentum=MOMENTUM, **everything),
     }
 
 

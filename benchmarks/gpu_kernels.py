@@ -25,7 +25,7 @@ import optax
 import timing
 
 import jaxsparse
-from jaxsparse import codecs, quantize, select, shard, sketch
+from jaxsparse import codecs, contrib, quantize, select, shard, sketch
 from jaxsparse.arrays.stream import to_dense
 from jaxsparse.outer.parallel import run_on_workers
 
@@ -296,8 +296,8 @@ def methods(params: int) -> dict[str, Any]:
         "quantized int8": jaxsparse.quantized("int8"),
         "top_k": jaxsparse.top_k(_DENSITY),
         "powersgd": jaxsparse.powersgd(4),
-        "demo": jaxsparse.demo(64),
-        "ok_topk": jaxsparse.ok_topk(_DENSITY),
+        "demo": contrib.demo(64),
+        "ok_topk": contrib.ok_topk(_DENSITY),
     }
 
 

@@ -31,7 +31,7 @@ from jaxsparse import codecs, select, sketch
 from jaxsparse.arrays.hashing import bounded, combine, keyed
 from jaxsparse.arrays.settings import entries
 from jaxsparse.collectives.messages import MessageFormat
-from jaxsparse.systems.dragonn import extractor
+from jaxsparse.reducers.dragonn import extractor
 
 Runs = dict[str, Callable[[], Any]]
 Energies = dict[str, float]

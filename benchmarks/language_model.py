@@ -141,21 +141,21 @@ class Method(NamedTuple):
 def named_methods(args: argparse.Namespace, words: int, union: int) -> dict[str, Method]:
     """The methods by name. All workers together may touch `union` of the words in a step."""
     own = min(words, args.windows // args.workers * args.length)
-    gather = jaxsparse.systems.SparseAllGather(block_size=args.width, capacity_density=own / words)
+    gather = jaxsparse.reducers.SparseAllGather(block_size=args.width, capacity_density=own / words)
     rows: dict[str, Any] = {
         "block_size": args.width,
         "density": None,  # all rows that are not zero
         "union_density": union / words,
     }
-    s2 = jaxsparse.systems.S2(sketch_ratio=0.5, **rows)
+    s2 = jaxsparse.reducers.S2(sketch_ratio=0.5, **rows)
     # The control: as many words, which need no indices, drawn at random. It feeds nothing back.
-    random = jaxsparse.systems.RandomK(0.04)
+    random = jaxsparse.reducers.RandomK(0.04)
     return {
         "dense": Method({}),
         "gather": Method({EMBEDDING: gather}),
-        "omni": Method({EMBEDDING: jaxsparse.systems.OmniReduce(**rows)}),
+        "omni": Method({EMBEDDING: jaxsparse.reducers.OmniReduce(**rows)}),
         "s2": Method({EMBEDDING: s2}),
-        "s2 + spardl": Method({EMBEDDING: s2, MATRICES: jaxsparse.systems.SparDL(0.02)}),
+        "s2 + spardl": Method({EMBEDDING: s2, MATRICES: jaxsparse.reducers.SparDL(0.02)}),
         "s2 + random": Method({EMBEDDING: s2, MATRICES: random}, decay=0.0),
     }
 

@@ -35,7 +35,7 @@ COLLECTIVES = {
 }
 METHODS: dict[str, Callable[..., optax.GradientTransformation]] = {
     # In buckets, so that it is delayed as the others are.
-    "dense": functools.partial(jaxsparse.error_feedback, jaxsparse.systems.Dense()),
+    "dense": functools.partial(jaxsparse.exchange, jaxsparse.reducers.Dense()),
     "sketched_sgd": functools.partial(jaxsparse.sketched_sgd, 10),
     "spardl": functools.partial(jaxsparse.spardl, 0.01),
     "sparcml": functools.partial(jaxsparse.sparcml, 4),

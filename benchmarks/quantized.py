@@ -16,11 +16,11 @@ import spardl
 import timing
 
 import jaxsparse
-from jaxsparse import error_feedback
+from jaxsparse import exchange
 from jaxsparse.quantize import QSGD, Format
-from jaxsparse.systems import SYSTEMS, Quantized
-from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.random_k import RandomK
+from jaxsparse.reducers import Quantized
+from jaxsparse.reducers.dense import Dense
+from jaxsparse.reducers.random_k import RandomK
 
 WORKERS = spardl.WORKERS
 
@@ -35,12 +35,12 @@ METHODS: dict[str, Any] = {
     "4 bits, feedback": Quantized(QSGD(4), "nearest"),
     "2 bits, feedback": Quantized(QSGD(2), "nearest"),
     "2 bits, nearest, none": Quantized(QSGD(2), "nearest"),
-    "int8, feedback": SYSTEMS["quantized"].reducer("int8"),
-    "int4, feedback": SYSTEMS["quantized"].reducer("int4"),
-    "int4, none": SYSTEMS["quantized"].reducer("int4"),
-    "e3m0, feedback": SYSTEMS["quantized"].reducer("e3m0"),
-    "e3m0, none": SYSTEMS["quantized"].reducer("e3m0"),
-    "bfloat16": SYSTEMS["quantized"].reducer("bfloat16"),
+    "int8, feedback": jaxsparse.quantized("int8").reducer,
+    "int4, feedback": jaxsparse.quantized("int4").reducer,
+    "int4, none": jaxsparse.quantized("int4").reducer,
+    "e3m0, feedback": jaxsparse.quantized("e3m0").reducer,
+    "e3m0, none": jaxsparse.quantized("e3m0").reducer,
+    "bfloat16": jaxsparse.quantized("bfloat16").reducer,
     "sign, feedback": Quantized(Format("sign", 1024, "float32"), "nearest"),
     "sign, none": Quantized(Format("sign", 1024, "float32"), "nearest"),
     "random-k, 10 %": RandomK(0.1),
@@ -67,7 +67,7 @@ def main() -> None:
     print(f"{args.steps} steps, seeds {args.seeds}; words received\n\n{spardl.head()}")
     for name in args.methods:
         decay = 0.0 if name.endswith("none") else 1.0
-        tx = error_feedback(METHODS[name], momentum=args.momentum, decay=decay)
+        tx = exchange(METHODS[name], momentum=args.momentum, decay=decay)
         outcome = spardl.train(tx, args)
         outcome = outcome._replace(words=received_words(tx, args.hidden))
         results.append(spardl.show(name, outcome))

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 import optax
 
+import jaxsparse
+from jaxsparse import contrib
 from jaxsparse.planner.recipes import NESTEROV as NESTEROV
-from jaxsparse.systems import SYSTEMS, Quantized
+from jaxsparse.reducers import Quantized
 
 # How runs ended: what `frontier_map.py --export` writes.
 RESULTS = Path(__file__).parent / "results/recipes.json"
@@ -36,7 +38,8 @@ class Exchange(NamedTuple):
 
     def transformation(self, **options: Any) -> optax.GradientTransformationExtraArgs:
         """The exchange, with further options."""
-        return SYSTEMS[self.system].transformation(**{**self.settings, **options})
+        home = jaxsparse if hasattr(jaxsparse, self.system) else contrib
+        return getattr(home, self.system)(**{**self.settings, **options})
 
 
 # Chunks of 4,096 entries fade as SparseLoCo's do. Coordinates drawn at random are the dumbest thing

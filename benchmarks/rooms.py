@@ -25,15 +25,15 @@ import jaxsparse
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.collectives.messages import MessageFormat, Rooms, ladder
 from jaxsparse.collectives.sparcml import _capacities
-from jaxsparse.systems import SparCML, SparDL
-from jaxsparse.systems.sparcml import Algorithm
+from jaxsparse.reducers import SparCML, SparDL
+from jaxsparse.reducers.sparcml import Algorithm
 
 WINDOWS, WIDTH, RATE = 4, 168, 0.1  # windows of a worker's batch
 
 
 def follow(reducer: Any, workers: int, args: argparse.Namespace, text: jax.Array) -> Any:
     """The reducer's states after all steps: its leaves have a row for each step."""
-    tx = jaxsparse.error_feedback(reducer, momentum=task.MOMENTUM, workers=workers)
+    tx = jaxsparse.exchange(reducer, momentum=task.MOMENTUM, workers=workers)
     params = task.init(0, WIDTH)
     grad = jaxsparse.value_and_grad(task.loss_of, workers=workers)
 

@@ -21,9 +21,9 @@ import timing
 
 import jaxsparse
 from jaxsparse.arrays import blocks
+from jaxsparse.reducers import Dense, OmniReduce, RandomK, SparseAllGather
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.systems import Dense, OmniReduce, RandomK, SparseAllGather
-from jaxsparse.systems.s2_reducer import S2
+from jaxsparse.reducers.s2_reducer import S2
 
 number = spardl.digits.number
 DENSITY, BLOCK, WORKERS = 1 / 32, 16, 8
@@ -73,9 +73,7 @@ def sweep(args: argparse.Namespace) -> None:
         if method.reducer is None:
             tx = jaxsparse.dense(momentum=args.momentum)
         else:
-            tx = jaxsparse.error_feedback(
-                method.reducer, momentum=args.momentum, decay=method.decay
-            )
+            tx = jaxsparse.exchange(method.reducer, momentum=args.momentum, decay=method.decay)
         outcome = spardl.train(tx, args, WORKERS)._replace(words=method.words)
         spardl.show(method.name, outcome)
 

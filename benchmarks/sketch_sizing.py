@@ -25,7 +25,7 @@ import spardl
 import timing
 
 import jaxsparse
-from jaxsparse.systems import Dense, RandomK, SketchedSGD, TrueTopK
+from jaxsparse.reducers import Dense, RandomK, SketchedSGD, TrueTopK
 
 number = spardl.digits.number
 MOMENTS: dict[str, Callable[[Any], Any]] = {"right": np.mean, "deviation": np.std}
@@ -116,7 +116,7 @@ def main() -> None:
         settings = argparse.Namespace(**given, batch_size=128, lr=0.06)
         print(f"{hidden} hidden units, {ratio:g}x\n\n{spardl.head()}")
         for name, system, decay in rows(hidden, ratio, args.dtypes):
-            tx = jaxsparse.error_feedback(system, momentum=0.9, decay=decay)
+            tx = jaxsparse.exchange(system, momentum=0.9, decay=decay)
             found = spardl.show(name, spardl.train(tx, settings, workers=8))
             right = {key: float(of(found["accuracy"])) for key, of in MOMENTS.items()}
             loss = {"name": name, "loss": float(np.mean(found["train_loss"]))}

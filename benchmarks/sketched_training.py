@@ -43,7 +43,7 @@ import timing
 import transformer as texts
 
 import jaxsparse
-from jaxsparse.systems import SketchedSGD
+from jaxsparse.reducers import SketchedSGD
 
 VOCABULARY, LAYERS, LENGTH, MOMENTUM = 2048, 4, 16, 0.9
 WORD = re.compile(rb"[A-Za-z]+|[0-9]|\n *|[^A-Za-z0-9\n]")

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import timing
 
 from jaxsparse import Link
-from jaxsparse.systems import SparCML
+from jaxsparse.reducers import SparCML
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from published_traffic import (

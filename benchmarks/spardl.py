@@ -35,9 +35,9 @@ from jaxsparse.arrays.settings import entries
 from jaxsparse.arrays.stream import to_dense
 from jaxsparse.collectives.messages import ladder
 from jaxsparse.comm.wire import Group
+from jaxsparse.reducers import SparDL
 from jaxsparse.reducers.base import Kept, Sums, settle
 from jaxsparse.select.top_k import SELECTORS
-from jaxsparse.systems import SparDL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import digits
@@ -188,7 +188,7 @@ def residuals(args: argparse.Namespace) -> None:
         for rule in ("global", "global, cut first", "partial", "local"):
             made, kept = CutFirst if "cut" in rule else SparDL, rule.partition(",")[0]
             reducer = made(DENSITY, teams=teams, gather=gather, residuals=kept)  # type: ignore
-            tx = jaxsparse.error_feedback(reducer, momentum=args.momentum)
+            tx = jaxsparse.exchange(reducer, momentum=args.momentum)
             leak = np.asarray(leaks(reducer, args), np.float64)
             name = rule if teams == 1 else f"{rule}, {teams} teams"
             show(name, train(tx, args), f"{leak.mean():.1e}", f"{leak.max():.1e}")

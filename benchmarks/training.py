@@ -29,7 +29,7 @@ import rates
 import timing
 
 import jaxsparse
-from jaxsparse import LocalSteps, codecs, per_worker, shard, systems
+from jaxsparse import LocalSteps, codecs, contrib, per_worker, reducers, shard
 from jaxsparse.outer.parallel import run_on_workers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -92,7 +92,7 @@ def exchanges(density: float) -> dict[str, Callable[..., Transformation]]:
 def text_rows(density: float) -> Rows:
     """Transformations by name, each a function of the learning rate."""
     adam, rate, k = optax.scale_by_adam, optax.scale_by_learning_rate, round(4096 * density)
-    in_4_bits = systems.Quantized()  # which rounds up or down, and is right on average
+    in_4_bits = reducers.Quantized()  # which rounds up or down, and is right on average
     before = lambda tx: lambda lr: optax.chain(tx(momentum=None), adam(), rate(lr))
     behind = lambda tx: lambda lr: optax.chain(per_worker(adam()), tx(momentum=None), rate(lr))
     every = exchanges(density)
@@ -108,10 +108,10 @@ def text_rows(density: float) -> Rows:
     return rows | {
         "SparDL, behind Adam, decay 0.95": behind(aged),
         "random-k as top-k, 4 bits, not fed back, behind Adam": behind(blind),
-        "DeMo": lambda lr: optax.chain(jaxsparse.demo(k), optax.scale_by_sign(), rate(lr)),
-        "DeMo, before Adam": lambda lr: optax.chain(jaxsparse.demo(k), adam(), rate(lr)),
+        "DeMo": lambda lr: optax.chain(contrib.demo(k), optax.scale_by_sign(), rate(lr)),
+        "DeMo, before Adam": lambda lr: optax.chain(contrib.demo(k), adam(), rate(lr)),
         "EF21-SGDM, before Adam": lambda lr: optax.chain(
-            jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density)), adam(b1=0.0), rate(lr)
+            contrib.ef21_sgdm(jaxsparse.reducers.SparDL(density)), adam(b1=0.0), rate(lr)
         ),
         **local_rows(optax.adam),
     }
@@ -124,10 +124,10 @@ def digit_rows(density: float) -> Rows:
     twice = functools.partial(jaxsparse.dragonn, density, extract="hash", passing=2.0)
     every = exchanges(density) | {"DRAGONN, twice as many pass": twice}
     return {name: own(tx) for name, tx in every.items()} | {
-        "DeMo": lambda lr: optax.chain(jaxsparse.demo(k), optax.scale_by_sign(), rate(lr / 50)),
+        "DeMo": lambda lr: optax.chain(contrib.demo(k), optax.scale_by_sign(), rate(lr / 50)),
         "EF21-SGDM": lambda lr: optax.chain(
             # Its momentum is an average, and the others' is a sum.
-            jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density), momentum=0.9),
+            contrib.ef21_sgdm(jaxsparse.reducers.SparDL(density), momentum=0.9),
             rate(10 * lr),
         ),
         **local_rows(functools.partial(optax.sgd, momentum=0.9)),

@@ -13,10 +13,7 @@ import jax.typing
 import optax
 from sphinx.util.typing import stringify_annotation
 
-from jaxsparse.feedback.options import OPTIONS
-
 generate.write_pages(HERE)
-SHARED = "jaxsparse.error_feedback"
 
 project = "jaxsparse"
 author = "The jaxsparse authors"
@@ -80,20 +77,6 @@ def show_blocks(app, what, name, obj, options, lines):
     lines[:] = text
 
 
-def share_options(app, what, name, obj, options, lines):
-    """Describes the options of all exchanges at `error_feedback`, and links to it elsewhere."""
-    del app, what, options
-    if name == SHARED or not hasattr(obj, "settings"):
-        return
-    text = "\n".join(lines)
-    for option, (_, described) in OPTIONS.items():
-        text = text.replace(f"    {option}: {described}\n", "")
-    if text != "\n".join(lines):
-        link = f"The options that are not here are those of :func:`~{SHARED}`.\n\n"
-        head, args, rest = text.partition("Args:\n")
-        lines[:] = (head + link + args + rest).splitlines()
-
-
 # Unions that have a name of their own, as signatures write them out.
 NAMED = {
     stringify_annotation(optax.ScalarOrSchedule, "smart"): "~optax.ScalarOrSchedule",
@@ -124,6 +107,5 @@ def setup(app):
     """Registers what is our own."""
     app.connect("autodoc-process-signature", short_types)
     app.connect("source-read", follow_links)
-    app.connect("autodoc-process-docstring", share_options, priority=90)
     app.connect("autodoc-process-docstring", show_blocks, priority=100)  # before napoleon
     app.connect("env-check-consistency", generate.check_coverage)

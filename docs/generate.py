@@ -19,18 +19,19 @@ from sphinx.errors import ExtensionError
 
 import jaxsparse
 from jaxsparse import traffic
-from jaxsparse.feedback.options import OPTIONS
-from jaxsparse.systems import SYSTEMS, System
+from jaxsparse.feedback.options import Options
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from at_density import settings_at
 from cases import CASES
+from table import SYSTEMS, System
 
 # Modules of the reference, with what they have. The modules that `jaxsparse`
 # imports as modules must be here. The others have names that a reader of these meets.
 MODULES = {
     "jaxsparse": "Training",
-    "jaxsparse.systems": "Systems and their reducers",
+    "jaxsparse.reducers": "Reducers, and their contract",
+    "jaxsparse.contrib": "Exchanges that promise less",
     "jaxsparse.outer": "Local steps and outer optimizers",
     "jaxsparse.islands": "Islands",
     "jaxsparse.planner": "Planner",
@@ -43,9 +44,7 @@ MODULES = {
     "jaxsparse.arrays.stream": "Sparse vectors",
     "jaxsparse.arrays.blocks": "Blocks",
     "jaxsparse.arrays.layout": "Gradient trees and flat buckets",
-    "jaxsparse.reducers.base": "The contract of a reducer",
     "jaxsparse.feedback": "Error feedback",
-    "jaxsparse.feedback.by_message": "Messages without collectives",
     "jaxsparse.training.diagnostics": "Diagnostics",
 }
 # Pages that are Markdown files of the repository.
@@ -62,7 +61,7 @@ INDEX = Path(__file__).parents[1] / "benchmarks/README.md"
 RESULTS = dict.fromkeys(re.findall(r"\(results/(\w+)\.md\)", INDEX.read_text()))
 COPIES |= {f"results_{name}": f"benchmarks/results/{name}.md" for name in RESULTS}
 # Sources whose links lead to a generated page on the site, and to themselves elsewhere.
-SOURCES = {"systems": "jaxsparse/systems/__init__.py", "reference": "jaxsparse/__init__.py"}
+SOURCES = {"systems": "jaxsparse/exchanges.py", "reference": "jaxsparse/__init__.py"}
 PARAMS, WORKERS, DENSITY = 2**20, 8, 0.01  # settings of the bytes on the page of systems
 
 
@@ -218,7 +217,7 @@ def systems_page() -> str:
         ),
     ]
     sections = "\n".join(section(system) for system in SYSTEMS.values())
-    options = "\n".join(f"- `{name}={x!r}`: {text}" for name, (x, text) in OPTIONS.items())
+    options = "\n".join(f"- `{name}`: {text}" for name, text in OPTIONS.items())
     return SYSTEMS_PAGE.format(table="\n".join(rows), sections=sections, options=options)
 
 
@@ -228,7 +227,7 @@ Each is a transformation that takes the place of the mean of the gradients. d is
 compressed elements, W the number of workers, and k = density d. Sparse systems send 8 bytes an
 entry; `codec=jaxsparse.codecs.Packed()` sends 4, and keeps the rounding in the residual.
 
-This page is generated from the table in `jaxsparse/systems`. *Measured* bytes are those that one
+This page is generated from the table in `jaxsparse/reducers`. *Measured* bytes are those that one
 worker receives in a step, from the traced program: one matrix of 1024 x 1024 parameters, 8 workers,
 a density of 1 %, or the nearest that the system has.
 
@@ -242,6 +241,16 @@ All of them take the [options below](#options-of-all-systems).
 
 {options}
 """
+
+
+def options_of(function: Any) -> dict[str, str]:
+    """The options of an exchange and what they do, from the docstring that describes them."""
+    doc = inspect.cleandoc(function.__doc__ or "")
+    entries = re.findall(r"^    (\w+): ((?:.|\n     )*)", doc.partition("Args:\n")[2], re.MULTILINE)
+    return {name: text for name, text in entries if name in Options.__annotations__}
+
+
+OPTIONS = options_of(jaxsparse.exchange)
 
 
 def call(system: System) -> str:
@@ -295,17 +304,22 @@ def called(function: str, *args: Any, **settings: Any) -> str:
 
 def section(system: System) -> str:
     """The paper, what is conserved, bytes and defaults of a system."""
+    reducer = system.reducer(**CASES[system.name][""].small).split((600,))[0]
     doc = inspect.cleandoc(system.transformation.__doc__ or "")
+    if (
+        f"See `reducers.{type(reducer).__name__}`" in doc
+        or f"See `{type(reducer).__name__}`" in doc
+    ):
+        doc = inspect.cleandoc(type(reducer).__doc__ or "")
     first, *rest = doc.split("\n\n")
     text = [p for p in rest if not p.startswith(("Args:", "Raises:", "Returns:", "Example:"))]
     parameters = inspect.signature(system.transformation).parameters.values()
-    own = [p for p in parameters if p.name not in OPTIONS]
+    own = [p for p in parameters if p.name not in OPTIONS and p.kind is not p.VAR_KEYWORD]
     settings = ", ".join(
         f"`{p.name}`" if p.default is p.empty else f"`{p.name}={written(p.default)}`" for p in own
     )
-    reducer = system.reducer(**CASES[system.name][""].small).split((600,))[0]
     given = settings_at(system.name, DENSITY, PARAMS)
-    shown = called(f"jaxsparse.{system.name}", **given)
+    shown = called(system.path, **given)
     gradient = {"kernel": jax.ShapeDtypeStruct((2**10, PARAMS // 2**10), jnp.float32)}
     moved = traffic.traced_bytes(system.transformation(**given), gradient, WORKERS)
     conserved = CONSERVED[reducer.conservation]
@@ -323,7 +337,7 @@ def section(system: System) -> str:
         f"{moved.rounds} collectives",
     ]
     head, bullets = lines[: 3 + len(text)], lines[3 + len(text) :]
-    bullets.append(f"- **Arguments and errors**: {{py:func}}`jaxsparse.{system.name}`")
+    bullets.append(f"- **Arguments and errors**: {{py:func}}`{system.path}`")
     return "\n\n".join(head) + "\n\n" + "\n".join(bullets) + "\n"
 
 

@@ -17,21 +17,38 @@ from jaxsparse import (
     outer as outer,
     planner as planner,
     quantize as quantize,
+    reducers as reducers,
     select as select,
     sketch as sketch,
-    systems as systems,
     traffic as traffic,
 )
 from jaxsparse.arrays import blocks as blocks, layout as layout, stream as stream
 from jaxsparse.arrays.settings import Stages
 from jaxsparse.comm.links import Link
 from jaxsparse.comm.marks import PerWorker, specs
-from jaxsparse.feedback import error_feedback, partition
+from jaxsparse.exchanges import (
+    chunked_top_k,
+    dense,
+    dgc,
+    dragonn,
+    omni_reduce,
+    powersgd,
+    qsgd,
+    quantized,
+    random_k,
+    s2_reducer,
+    sketched_sgd,
+    sparcml,
+    spardl,
+    sparse_all_gather,
+    top_k,
+    true_top_k,
+)
+from jaxsparse.feedback import Exchange, exchange, partition
 from jaxsparse.outer import LocalSteps
 from jaxsparse.planner.planning import plan
 from jaxsparse.processes.failing import fail_at_once
 from jaxsparse.reducers.stages import warm_up
-from jaxsparse.systems import *
 from jaxsparse.traffic import wire_bytes
 from jaxsparse.training.check import check
 from jaxsparse.training.checksums import verified, with_checksums
@@ -49,24 +66,41 @@ __version__ = "0.3.0"
 
 # The names that a training program uses. Building blocks are in the modules imported above.
 __all__ = [
+    "Exchange",
     "Link",
     "LocalSteps",
     "PerWorker",
     "Stages",
     "check",
     "check_replicas",
+    "chunked_top_k",
+    "dense",
+    "dgc",
     "diagnose",
-    "error_feedback",
+    "dragonn",
+    "exchange",
     "fail_at_once",
     "grad",
     "local",
     "mean_of",
+    "omni_reduce",
     "partition",
     "per_worker",
     "plan",
+    "powersgd",
+    "qsgd",
+    "quantized",
+    "random_k",
     "reshard",
+    "s2_reducer",
     "shard",
+    "sketched_sgd",
+    "sparcml",
+    "spardl",
+    "sparse_all_gather",
     "specs",
+    "top_k",
+    "true_top_k",
     "value_and_grad",
     "verified",
     "warm_up",
@@ -75,7 +109,6 @@ __all__ = [
     "with_checksums",
     "zero1",
 ]
-__all__ += systems.__all__
 
 if TYPE_CHECKING:
     from jaxsparse import islands as islands

@@ -8,10 +8,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from table import SYSTEMS
+
 from jaxsparse import codecs
 from jaxsparse.arrays.settings import check_density, entries
+from jaxsparse.reducers import TopK
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.systems import SYSTEMS, TopK
 
 PACKED = ("spardl", "ok_topk", "top_k")
 NAMES = tuple(

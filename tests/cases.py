@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from jaxsparse import codecs
-from jaxsparse.systems import TopK
+from jaxsparse.reducers import TopK
 
 
 class Case(NamedTuple):

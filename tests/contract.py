@@ -5,9 +5,8 @@ from typing import NamedTuple
 import cases
 import jax.numpy as jnp
 import numpy as np
+from table import SYSTEMS
 from workers import by_step, feedback_loop, some
-
-from jaxsparse.systems import SYSTEMS
 
 SIZE = 601  # prime: no worker count, block or column count divides it
 STEPS = 3

@@ -17,15 +17,15 @@ import numpy as np
 from at_density import settings_at
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from table import SYSTEMS
 
 import jaxsparse
-from jaxsparse import PerWorker, codecs, quantize, systems
+from jaxsparse import PerWorker, codecs, quantize, reducers
 from jaxsparse.comm import wire
 from jaxsparse.comm.meshes import Placement
-from jaxsparse.feedback.options import OPTIONS
+from jaxsparse.feedback.options import Options
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.select.top_k import Bisection, Sampled
-from jaxsparse.systems import SYSTEMS
 
 STEPS = 3
 # Errors of one float32 operation: the relative error, and the loss of numbers below the normal
@@ -68,10 +68,10 @@ class Program:
             settings["workers"] = self.workers
         options = {"momentum": self.momentum, "delay": self.delay}
         if self.first is None:
-            return getattr(jaxsparse, self.name)(**settings, **options)
-        staged = systems.Staged((self.first, SYSTEMS[self.name].reducer(**self.settings)), (1,))
-        of_step = {key: value for key, value in settings.items() if key in OPTIONS}
-        return jaxsparse.error_feedback(staged, **of_step, **options)
+            return SYSTEMS[self.name].transformation(**settings, **options)
+        staged = reducers.Staged((self.first, SYSTEMS[self.name].reducer(**self.settings)), (1,))
+        of_step = {key: value for key, value in settings.items() if key in Options.__annotations__}
+        return jaxsparse.exchange(staged, **of_step, **options)
 
     @property
     def mesh(self):
@@ -220,7 +220,7 @@ def draw_program(
         program = dataclasses.replace(program, delay=0)
     first = None
     if name in CHANGING and rng.random() < 0.1:
-        first = systems.Dense()
+        first = reducers.Dense()
         if name != "powersgd":
             reducer = SYSTEMS[name].reducer(**settings)
             first = dataclasses.replace(reducer, density=min(1.0, 4 * reducer.density))
@@ -364,10 +364,10 @@ def _quantized(rng, size, workers):
 
 
 def _random_k(rng, size, workers):
-    inner = systems.TopK(_density(rng, size), codec=_codec(rng), selection=_selection(rng))
+    inner = reducers.TopK(_density(rng, size), codec=_codec(rng), selection=_selection(rng))
     return {
         "density": _density(rng, size),
-        "reducer": _pick(rng, systems.Dense(), systems.RandomK(0.5), inner),
+        "reducer": _pick(rng, reducers.Dense(), reducers.RandomK(0.5), inner),
     }
 
 
@@ -420,10 +420,10 @@ def _ef21(rng, size, workers):
     return {
         "reducer": _pick(
             rng,
-            systems.TopK(density, codec=_codec(rng), selection=_selection(rng)),
-            systems.SparDL(density, codec=_codec(rng)),
-            systems.ChunkedTopK(_count(rng, 7), 7, value_bits=int(_pick(rng, 2, 8, 32))),
-            systems.Quantized(quantize.QSGD(4, 64), rounding="nearest"),
+            reducers.TopK(density, codec=_codec(rng), selection=_selection(rng)),
+            reducers.SparDL(density, codec=_codec(rng)),
+            reducers.ChunkedTopK(_count(rng, 7), 7, value_bits=int(_pick(rng, 2, 8, 32))),
+            reducers.Quantized(quantize.QSGD(4, 64), rounding="nearest"),
         )
     }
 
@@ -782,7 +782,7 @@ def _check_step(program, gradients, update, before, after):
 
 
 def _check_differences(program, gradients, updates, states):
-    """Checks the steps of a system with the other law, see `jaxsparse.systems.ef21`.
+    """Checks the steps of a system with the other law, see `contrib.ef21`.
 
     For every element the update is g, and g == mean of (v - residual), to the rounding of all steps
     so far. v is the momentum. It changes by (1 - momentum) (gradient - v).

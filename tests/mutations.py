@@ -34,14 +34,14 @@ ARRAYS = ("arrays/layout.py", "arrays/platforms.py")
 PARTS = (*ARRAYS, "codecs", "collectives", "feedback", "islands", "select", "sketch")
 # Patterns of the tests to run first.
 LIKELY = {
-    "feedback": ("feedback", "delay", "partition", "accumulators", "contract", "by_message"),
+    "feedback": ("feedback", "delay", "partition", "accumulators", "contract", "messages"),
     "collectives": (
         *("collectives", "wire", "union", "spardl", "quantized*", "contract", "top_k_family"),
     ),
     "select": ("select", "slots", "thresholds", "gpu_forms", "stream"),
     "sketch": ("sketch", "block_sketch", "gpu_forms", "hashing"),
     "arrays/platforms.py": ("select", "thresholds", "gpu_forms"),
-    "islands": ("islands", "histories", "islands_of_processes", "by_message"),
+    "islands": ("islands", "histories", "islands_of_processes", "messages"),
     "codecs": ("chunked", "stream", "collectives", "union"),
     "arrays/layout.py": ("layout", "partition", "feedback"),
 }

@@ -52,7 +52,7 @@ def stepper(reducer, where, way="rows", **settings):
 
     Its way is by "rows", or one worker's code: "mapped", or "manual" over the workers' axis.
     """
-    tx = jaxsparse.error_feedback(reducer, axis_name="hosts", is_dense=is_bias, **settings)
+    tx = jaxsparse.exchange(reducer, axis_name="hosts", is_dense=is_bias, **settings)
 
     params = put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
     if way == "rows":

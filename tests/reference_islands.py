@@ -11,7 +11,6 @@ import optax
 from safetensors.numpy import load
 
 import jaxsparse
-from jaxsparse.feedback import by_message
 from jaxsparse.islands.arithmetic import Arithmetic
 from jaxsparse.islands.member import Member
 from jaxsparse.islands.records import Decision, Message, Snapshot
@@ -221,8 +220,8 @@ def decoder(exchange="top_k", size=SIZE):
     """A function from a message of `OUTER` to what it alone delivers, both NumPy arrays."""
     tx, zeros = OUTER[exchange](), {"w": jnp.zeros(size)}
     state = tx.init(zeros)
-    _, posted = by_message.post(tx, zeros, state)
-    decode = jax.jit(lambda words: by_message.receive(tx, words, posted, zeros, state)[0]["w"])
+    _, posted = tx.post(zeros, state)
+    decode = jax.jit(lambda words: tx.receive(words, posted, zeros, state)[0]["w"])
     return lambda words: np.asarray(decode(words[None])).reshape(-1)
 
 

@@ -23,11 +23,11 @@ import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+from table import SYSTEMS
 from training import trainer
 
 import jaxsparse
-from jaxsparse import PerWorker, shard, systems, warm_up
-from jaxsparse.systems import SYSTEMS
+from jaxsparse import PerWorker, contrib, reducers, shard, warm_up
 
 WORKERS = 4
 STEPS = 20
@@ -46,16 +46,16 @@ def by_row(name):
 
 # Every system with its row's settings, and cases that change between the steps 10 and 20, too.
 CASES = {name: functools.partial(by_row, name) for name in SYSTEMS} | {
-    "ok_topk": lambda: jaxsparse.ok_topk(0.05, refresh_every=8, rebalance_every=7, momentum=0.9),
+    "ok_topk": lambda: contrib.ok_topk(0.05, refresh_every=8, rebalance_every=7, momentum=0.9),
     "spardl_adaptive": lambda: jaxsparse.spardl(0.05, teams=2, gather="bruck", momentum=0.9),
     "sparcml": lambda: jaxsparse.sparcml(k=8, bits=4, momentum=0.9),
     "dgc": lambda: jaxsparse.dgc(0.05),
-    "warm_up": lambda: jaxsparse.error_feedback(warm_up(systems.TopK(0.02), steps=15, stages=2)),
+    "warm_up": lambda: jaxsparse.exchange(warm_up(reducers.TopK(0.02), steps=15, stages=2)),
     "delay": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, bucket_size=2000),
     "no_dense": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, is_dense=lambda *_: False),
     "bfloat16": lambda: jaxsparse.top_k(0.05, accumulator_dtype="bfloat16", momentum=0.9),
     "partition": lambda: jaxsparse.partition(
-        {"w": jaxsparse.systems.TopK(0.05), "v": jaxsparse.systems.Quantized()}, momentum=0.9
+        {"w": jaxsparse.reducers.TopK(0.05), "v": jaxsparse.reducers.Quantized()}, momentum=0.9
     ),
 }
 

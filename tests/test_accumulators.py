@@ -48,7 +48,7 @@ def test_rounding_is_unbiased_to_neighbours_and_exact_where_it_can_be():
 @pytest.mark.parametrize("momentum", some([None, 0.5], [0.5]), ids=["", "momentum"])
 def test_small_gradients_arrive_beside_large_residuals(momentum):
     """To the nearest, 1e-3 added to 1 would be lost for ever. At random, sums come out right."""
-    tx = jaxsparse.error_feedback(
+    tx = jaxsparse.exchange(
         Hoard(), accumulator_dtype="bfloat16", momentum=momentum, is_dense=lambda *_: False
     )
     grads = {"w": jnp.full((W, 2000), 1e-3)}
@@ -65,7 +65,7 @@ def test_small_gradients_arrive_beside_large_residuals(momentum):
     assert (flat(state.residual)[0] != flat(state.residual)[1]).mean() > 0.5
 
 
-class Hoard(jaxsparse.systems.TopK):
+class Hoard(jaxsparse.reducers.TopK):
     """Delivers nothing, so that residuals only grow."""
 
     def __init__(self):
@@ -78,7 +78,7 @@ class Hoard(jaxsparse.systems.TopK):
 
 def test_no_two_buffers_are_rounded_by_the_same_draws():
     """In three buckets, whose residuals and momenta are all equal before they are rounded."""
-    tx = jaxsparse.error_feedback(
+    tx = jaxsparse.exchange(
         Hoard(),
         accumulator_dtype="bfloat16",
         momentum=0.5,

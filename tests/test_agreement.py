@@ -24,7 +24,7 @@ from jaxsparse.processes.agreement import _difference, agree, compare
 from jaxsparse.processes.digest import Digested
 from jaxsparse.processes.group import ProcessGroup, group_of
 from jaxsparse.quantize import Format
-from jaxsparse.systems import Quantized
+from jaxsparse.reducers import Quantized
 from jaxsparse.training import sharding
 
 SCRIPT = Path(__file__).with_name("run_unlike.py")
@@ -115,7 +115,7 @@ def test_exchanges_of_other_settings_are_named():
 
     int4 = lines("int4")
     said = functools.partial(_difference, ProcessGroup((0, 1)))
-    assert "Exchanges differ in system or settings" in said(int4, lines("int2"))
+    assert "Exchanges differ in reducer or settings" in said(int4, lines("int2"))
     for other in (lines("int4", before=2.0), lines("int4", behind=2.0)):
         assert "Exchanges differ" not in said(int4, other)
 

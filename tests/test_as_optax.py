@@ -8,23 +8,24 @@ import optax
 import pytest
 from at_density import settings_at
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from table import SYSTEMS
 from workers import some
 
 import jaxsparse
-from jaxsparse import systems
+from jaxsparse import reducers
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.float32(RNG.normal(size=(40, 32))), "b": jnp.float32(RNG.normal(size=32))}
 
 
 def of_system(name):
-    return getattr(jaxsparse, name)(**settings_at(name, 0.1, 1280), axis_name=None)
+    return SYSTEMS[name].transformation(**settings_at(name, 0.1, 1280), axis_name=None)
 
 
 MADE = {
     **{name: of_system(name) for name in ("dense", "ef21_sgdm", "powersgd")},
-    "options": jaxsparse.error_feedback(
-        jaxsparse.warm_up(systems.TopK(0.1), steps=2, stages=2),
+    "options": jaxsparse.exchange(
+        jaxsparse.warm_up(reducers.TopK(0.1), steps=2, stages=2),
         axis_name=None,
         momentum=0.9,
         nesterov=True,

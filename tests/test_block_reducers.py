@@ -10,11 +10,10 @@ from published_traffic import block_gather_traffic, dense_traffic, omni_reduce_t
 from recorders import record
 from workers import feed_back, finished, on_workers, some
 
-from jaxsparse import traffic
+from jaxsparse import omni_reduce, s2_reducer, sparse_all_gather, traffic
+from jaxsparse.reducers.block_sparse import OmniReduce, SparseAllGather
 from jaxsparse.reducers.blocks import contribution, select_blocks, take, union_capacity
-from jaxsparse.systems import omni_reduce, s2_reducer, sparse_all_gather
-from jaxsparse.systems.block_sparse import OmniReduce, SparseAllGather
-from jaxsparse.systems.s2_reducer import S2
+from jaxsparse.reducers.s2_reducer import S2
 
 SIZE, BLOCK = 403, 8  # 51 blocks, the last one of 3 elements
 BLOCKS = 51

@@ -10,11 +10,12 @@ import reference_chunks as reference
 from supports import SUPPORTS, run, vectors
 from workers import rows, some
 
-from jaxsparse import codecs, error_feedback, select, traffic
+from jaxsparse import codecs, exchange, select, traffic
 from jaxsparse.arrays.bits import field_words, pack_fields, unpack_bits, unpack_fields
 from jaxsparse.arrays.stream import SparseStream
+from jaxsparse.contrib import GTopK, OkTopk
 from jaxsparse.quantize import entry_values
-from jaxsparse.systems import ChunkedTopK, GTopK, OkTopk, SparCML, SparDL, TopK
+from jaxsparse.reducers import ChunkedTopK, SparCML, SparDL, TopK
 
 VALUES = np.float32([0.9, -1.1, 0.5, -0.6, 1.4, -0.4, 0.7, -0.8])
 
@@ -262,7 +263,7 @@ def test_what_others_round_stays_in_the_residual(name):
 )
 def test_messages_have_the_types_that_a_shard_map_checks(name):
     """Tracing for bytes checks types, which steps leave out."""
-    tx = error_feedback(REDUCERS[name])
+    tx = exchange(REDUCERS[name])
     moved = traffic.traced_bytes(tx, {"w": jax.ShapeDtypeStruct((40, 50), jnp.float32)}, 4)
     assert moved.received > 0
 

@@ -26,7 +26,7 @@ from training import trainer
 from workers import by_step, feedback_loop, finished, mesh, some
 
 import jaxsparse
-from jaxsparse import error_feedback, shard
+from jaxsparse import exchange, shard
 from jaxsparse.reducers.matrices import MatrixReducer
 
 
@@ -108,7 +108,7 @@ def test_tiny_vectors(name, size):
 
 def _step_and_state(name):
     tx = optax.chain(
-        error_feedback(CASES[name].reducer, momentum=0.9, is_dense=lambda path, _: "bias" in path),
+        exchange(CASES[name].reducer, momentum=0.9, is_dense=lambda path, _: "bias" in path),
         optax.sgd(0.1),
     )
     params = {

@@ -15,8 +15,8 @@ from training import scanned
 from workers import on_workers, some
 
 import jaxsparse
-from jaxsparse import PerWorker, error_feedback, local
-from jaxsparse.systems import TopK
+from jaxsparse import PerWorker, exchange, local
+from jaxsparse.reducers import TopK
 
 STEPS = 4
 SHAPES = {"kernel": (20, 31), "bias": (5,)}
@@ -34,7 +34,7 @@ def gradients(workers, steps=STEPS):
 
 @functools.cache
 def runner(name, momentum, delay, bucket_size=None, workers=3, way="vmap"):
-    tx = error_feedback(
+    tx = exchange(
         REDUCERS[name],
         momentum=momentum,
         delay=delay,
@@ -138,7 +138,7 @@ def test_a_dense_sum_that_overflows_is_never_applied():
 def test_rounding_to_half_precision_stays_in_the_residual():
     rng = np.random.default_rng(0)
     grads = jnp.asarray(rng.normal(size=(2, 6, 64)), jnp.bfloat16)
-    tx = error_feedback(TopK(0.5), delay=1, is_dense=lambda path, shape: False)
+    tx = exchange(TopK(0.5), delay=1, is_dense=lambda path, shape: False)
 
     updates, state = on_workers(lambda g: scanned(tx, g), 2, "vmap")(grads)
     kept = state.residual["parameters"].value[:, 0]
@@ -162,9 +162,8 @@ def test_other_delays_are_refused(delay, message):
 
 
 def test_a_traced_delay_names_static_args():
-    injected = optax.inject_hyperparams(jaxsparse.top_k, static_args=("density", "axis_name"))(
-        density=0.1, axis_name=None, delay=1
-    )
+    make = lambda delay: jaxsparse.top_k(0.1, axis_name=None, delay=delay)
+    injected = optax.inject_hyperparams(make)(delay=1)
     with pytest.raises(ValueError, match=r"delay=.* must be an int: .*static_args"):
         injected.init({"w": jnp.zeros((40, 30))})
 

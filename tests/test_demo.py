@@ -12,9 +12,10 @@ from steps import compiled_step
 from training import train
 from workers import by_step, feedback_loop, mesh, some
 
-from jaxsparse import demo, traffic
+from jaxsparse import traffic
+from jaxsparse.contrib import demo
+from jaxsparse.contrib.demo import DeMo, _inverse, _transformed
 from jaxsparse.reducers.matrices import Matrix
-from jaxsparse.systems.demo import DeMo, _inverse, _transformed
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
 ALL = {"is_dense": lambda path, shape: False}

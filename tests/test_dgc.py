@@ -9,9 +9,10 @@ from supports import flat
 from training import train
 from workers import some
 
-from jaxsparse import error_feedback
+from jaxsparse import dense, dgc, exchange
+from jaxsparse.contrib import ms_topk
 from jaxsparse.feedback import states_in
-from jaxsparse.systems import Staged, TopK, dense, dgc, ms_topk
+from jaxsparse.reducers import Staged, TopK
 
 WORKERS, SHAPE, STEPS, K = 3, (40, 30), 6, 24
 DENSITY = K / (40 * 30)
@@ -119,7 +120,7 @@ def test_gradients_are_clipped_before_they_are_accumulated(clip_norm):
 @pytest.mark.slow
 def test_density_is_warmed_up():
     stages = Staged(tuple(TopK(each, selection="sampled") for each in (0.25, DENSITY)), (2,))
-    state = check(error_feedback(stages, momentum=0.5), 0.5, [300, 300, K, K, K, K])
+    state = check(exchange(stages, momentum=0.5), 0.5, [300, 300, K, K, K, K])
     assert K + 30 <= state.info.delivered <= WORKERS * K + 30
 
 

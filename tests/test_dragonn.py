@@ -10,14 +10,14 @@ from supports import SUPPORTS, run, shares_by_quarter, total, vectors
 from workers import rows, some
 
 import jaxsparse
-from jaxsparse import codecs
+from jaxsparse import codecs, dragonn
 from jaxsparse.arrays import hashing
 from jaxsparse.arrays.settings import entries
 from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.reducers import Staged
 from jaxsparse.reducers.base import keep_streams
+from jaxsparse.reducers.dragonn import Dragonn, extractor
 from jaxsparse.select.slots import hash_extract, hash_slots
-from jaxsparse.systems import Staged, dragonn
-from jaxsparse.systems.dragonn import Dragonn, extractor
 
 SIZE = 61
 DENSITY = 0.1
@@ -198,7 +198,7 @@ STAGED = Staged((Dragonn(0.2), Dragonn(0.01)), (3,))
 
 @pytest.mark.parametrize("reducer", some([FIXED, STAGED], [FIXED]), ids=["fixed", "staged"])
 def test_transformation_masks_momentum_where_it_sent(reducer):
-    tx = jaxsparse.error_feedback(reducer, momentum=0.5, axis_name=None)
+    tx = jaxsparse.exchange(reducer, momentum=0.5, axis_name=None)
     grads = {"w": jax.random.normal(jax.random.key(1), (40, 30)), "b": jnp.ones(30)}
     state = tx.init(grads)
     step = jax.jit(tx.update)

@@ -18,7 +18,8 @@ from training import stepped, train, trainer
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import ef21_sgdm, local, quantize, reshard, shard, systems
+from jaxsparse import contrib, local, quantize, reducers, reshard, shard
+from jaxsparse.contrib import ef21_sgdm
 from jaxsparse.outer.parallel import run_on_workers
 
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
@@ -47,7 +48,7 @@ def check_law(state, **tolerance):
 def test_worked_example():
     """Two workers send the larger of two entries. f_w = a_w x**2 / 2, eta = 0.5, rate 0.1."""
     a = jnp.float32([[3, 1], [-1, 2]])
-    reducer = systems.TopK(0.5, selection="exact")
+    reducer = reducers.TopK(0.5, selection="exact")
     tx = optax.chain(ef21_sgdm(reducer, momentum=0.5, **ALL), optax.sgd(0.1))
 
     def step(state, a):
@@ -97,7 +98,7 @@ def test_equal_to_the_reference(dtype, workers, momentum):
     """Top-k of an odd number of elements. Gradients and updates may be narrow, states are not."""
     shapes = {"kernel": (7, 9), "bias": (5,)}
     steps = draws(workers, shapes, dtype)
-    reducer = systems.TopK(6 / 63, selection="exact")
+    reducer = reducers.TopK(6 / 63, selection="exact")
     tx = ef21_sgdm(reducer, momentum=momentum, is_dense=is_bias)
     params = jax.tree.map(lambda x: x[0], steps[0])
     history, (_, state) = train(tx, params, workers, steps)
@@ -119,11 +120,11 @@ def test_equal_to_the_reference(dtype, workers, momentum):
 
 CONTRACTIONS = {
     # "exact" picks the same few elements, and compiles in half the time.
-    "spardl": systems.SparDL(0.05, selection="exact"),
-    "quantized": systems.Quantized(quantize.QSGD(2, 64), rounding="nearest"),
-    "ok_topk": systems.OkTopk(0.05),
-    "powersgd": systems.PowerSGD(2, min_compression_rate=1.0),
-    "sketched_sgd": systems.SketchedSGD(k=37, rows=3, cols=37, oversampling=2),
+    "spardl": reducers.SparDL(0.05, selection="exact"),
+    "quantized": reducers.Quantized(quantize.QSGD(2, 64), rounding="nearest"),
+    "ok_topk": contrib.OkTopk(0.05),
+    "powersgd": reducers.PowerSGD(2, min_compression_rate=1.0),
+    "sketched_sgd": reducers.SketchedSGD(k=37, rows=3, cols=37, oversampling=2),
 }
 
 
@@ -165,7 +166,7 @@ def test_everything_sent_is_momentum_of_the_mean_gradient():
     shapes = {"kernel": (7, 9), "bias": (5,)}
     steps = draws(3, shapes)
     tx = optax.inject_hyperparams(ef21_sgdm, static_args=("reducer", "is_dense"))(
-        systems.TopK(1.0),
+        reducers.TopK(1.0),
         momentum=optax.piecewise_constant_schedule(0.8, {3: 0.0}),
         is_dense=is_bias,
     )
@@ -190,7 +191,7 @@ PARAMS = {
 
 @functools.cache
 def compiled_step():
-    tx = optax.chain(ef21_sgdm(systems.TopK(0.1), is_dense=is_bias), optax.sgd(0.1))
+    tx = optax.chain(ef21_sgdm(reducers.TopK(0.1), is_dense=is_bias), optax.sgd(0.1))
 
     def loss(p, batch):
         return batch.mean() * sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(p))
@@ -231,7 +232,7 @@ def test_a_skipped_step_changes_nothing():
 def test_other_numbers_of_workers_keep_the_law():
     shapes = {"kernel": (7, 9), "bias": (5,)}
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    tx = ef21_sgdm(systems.TopK(0.1, selection="exact"), is_dense=is_bias)
+    tx = ef21_sgdm(reducers.TopK(0.1, selection="exact"), is_dense=is_bias)
     state = shard(tx.init(params), 4)
     for workers in (4, 3):
         for other in (8, 1, workers):
@@ -247,7 +248,7 @@ def test_other_numbers_of_workers_keep_the_law():
 
 
 def on_mesh(where, is_manual=False, **options):
-    tx = ef21_sgdm(systems.TopK(0.1), axis_name="hosts", is_dense=is_bias, momentum=0.5, **options)
+    tx = ef21_sgdm(reducers.TopK(0.1), axis_name="hosts", is_dense=is_bias, momentum=0.5, **options)
     run = stepped(tx, where, "hosts", is_manual)
     return run, tx, put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
 
@@ -290,16 +291,16 @@ def test_a_state_that_init_spreads_is_the_same():
 
 def test_misuse_names_the_argument():
     for settings, message in (
-        ({"reducer": jaxsparse.top_k(0.1)}, "reducer=.* must be a reducer, such as jaxsparse.syst"),
-        ({"reducer": systems.Quantized()}, "does not conserve sums, so that .*rounding to nearest"),
-        ({"reducer": systems.GTopK(0.1, residuals="published")}, "does not conserve sums"),
-        ({"decay": 0.9}, "decay=0.9 is not for ef21_sgdm"),
-        ({"delay": 1}, "delay=1 is not for ef21_sgdm"),
-        ({"accumulator_dtype": "bfloat16"}, "accumulator_dtype='bfloat16' is not for ef21_sgdm"),
+        ({"reducer": jaxsparse.top_k(0.1)}, "reducer=.* must be a reducer, such as jaxsparse.red"),
+        (
+            {"reducer": reducers.Quantized()},
+            "does not conserve sums, so that .*rounding to nearest",
+        ),
+        ({"reducer": contrib.GTopK(0.1, residuals="published")}, "does not conserve sums"),
         ({"momentum": 1.0}, r"momentum=1.0 must lie in \[0, 1\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            ef21_sgdm(**{"reducer": systems.TopK(0.1)} | settings)
-    tx = ef21_sgdm(systems.TopK(0.1), axis_name=None, **ALL)
+            ef21_sgdm(**{"reducer": reducers.TopK(0.1)} | settings)
+    tx = ef21_sgdm(reducers.TopK(0.1), axis_name=None, **ALL)
     with pytest.raises(ValueError, match=r"momentum has the leaves .*\(3,\).*\(4,\)"):
         tx.update(jnp.zeros(4), tx.init(jnp.zeros(3)))

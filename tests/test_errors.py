@@ -13,7 +13,7 @@ from misuse import ONE, PARAMS, sketched, update
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import PerWorker, shard
+from jaxsparse import PerWorker, contrib, shard
 from jaxsparse.arrays.settings import static_float, static_int
 from jaxsparse.outer.parallel import run_on_workers
 
@@ -21,7 +21,7 @@ SETTINGS = {
     "k too small": (lambda: sketched(k=0).init(PARAMS), r"k=0 must lie between 1 and .* 1200"),
     "rows": (lambda: sketched(rows=0), r"rows=0"),
     "density in percent": (lambda: jaxsparse.spardl(1), r"density=1 is 100 %: write 1.0 to send"),
-    "density as text": (lambda: jaxsparse.gtopk("0.1"), r"density='0.1' must be a number"),
+    "density as text": (lambda: contrib.gtopk("0.1"), r"density='0.1' must be a number"),
     "density that is not a number": (
         lambda: jaxsparse.top_k(float("nan")),
         r"density=nan is not a number \(NaN\): pass a number",
@@ -252,7 +252,7 @@ def state_of_another_system_to_carry_over():
 
 USES = {
     rows_for_a_single_worker: r"gradient\['b'\] has shape \(2, 3\), and its parameter \(3,\)",
-    exchange_that_is_not_made: r"exchange=<function dense .*is no Optax .*quantized\(.int4.\)",
+    exchange_that_is_not_made: r"exchange=<function dense .*is no exchange .*quantized\(.int4.\)",
     optimizer_that_is_not_made: r"optimizer=<function adam .* is no Optax .*optax.sgd\(1.0\)",
     streaming_by_a_number: r"streaming=2 must be None or as jaxsparse.outer.Streaming",
     owned_by_a_name: r"optimizer='adam' is no Optax transformation",

@@ -15,8 +15,8 @@ from training import stepped, train, trainer
 from workers import mesh, on_workers, some
 
 import jaxsparse
-from jaxsparse import PerWorker, codecs, local, shard
-from jaxsparse.feedback import exchange
+from jaxsparse import PerWorker, codecs, contrib, local, shard
+from jaxsparse.feedback import step
 from jaxsparse.outer.parallel import run_on_workers
 
 
@@ -196,10 +196,8 @@ LEAVES = {"a": (3, 5, 7), "b": (39,), "c": (1,), "d": (16, 16), "e": (1, 2, 99),
 @pytest.mark.parametrize("density", some([0.01, 0.05, 0.2], [0.05]))
 def test_several_leaves_are_exchanged_as_one(density, bucket_size):
     """Their entries are few, few for a single leaf, or many. One step in between is skipped."""
-    top = jaxsparse.systems.TopK(density, codec=codecs.Packed())  # this codec rounds
-    tx = jaxsparse.error_feedback(
-        top, momentum=0.5, bucket_size=bucket_size, is_dense=lambda *_: False
-    )
+    top = jaxsparse.reducers.TopK(density, codec=codecs.Packed())  # this codec rounds
+    tx = jaxsparse.exchange(top, momentum=0.5, bucket_size=bucket_size, is_dense=lambda *_: False)
     rows = np.random.default_rng(0).integers(-3000, 3000, (2, 5, 600)).astype(np.float32)
     rows[1, 2, 333] = np.nan
     stops = np.cumsum([math.prod(shape) for shape in LEAVES.values()])[:-1]
@@ -241,7 +239,7 @@ def test_a_sum_that_overflows_is_never_applied(method, momentum):
 @pytest.mark.parametrize("broken", [False, True])
 def test_large_uncompressed_leaves_travel_alone(monkeypatch, broken):
     """Small ones travel with the next. What is not finite on one worker skips the step on all."""
-    monkeypatch.setattr(exchange, "_LEAST", 100)
+    monkeypatch.setattr(step, "_LEAST", 100)
     tx, sizes = jaxsparse.dense(), {"a": 70, "b": 40, "c": 130, "d": 3, "e": 90}
     rng = np.random.default_rng(0)
     rows = {name: rng.normal(size=(2, n)).astype(np.float32) for name, n in sizes.items()}
@@ -308,8 +306,8 @@ def test_processes_lower_the_same_program():
 
 SPARSE = {
     "top_k": jaxsparse.top_k,
-    "gtopk": jaxsparse.gtopk,
-    "ok_topk": jaxsparse.ok_topk,
+    "gtopk": contrib.gtopk,
+    "ok_topk": contrib.ok_topk,
     "spardl": jaxsparse.spardl,
     "sparcml": lambda density, **settings: jaxsparse.sparcml(
         50, 500, algorithm="split_allgather", **settings
@@ -341,8 +339,8 @@ def test_finite_values_whose_sum_overflows_stay_in_residuals(case):
 def test_momentum_without_uncompressed_elements(delay):
     where = mesh(2)
     params = {"w": jnp.zeros(40), "nothing": jnp.zeros((0, 3))}
-    tx = jaxsparse.error_feedback(
-        jaxsparse.systems.TopK(0.1),
+    tx = jaxsparse.exchange(
+        jaxsparse.reducers.TopK(0.1),
         momentum=0.5,
         delay=delay,
         is_dense=lambda path, _: "no" in path,
@@ -373,9 +371,7 @@ def test_momentum_of_the_mean_does_not_overflow_for_good():
 
 
 def test_a_skipped_step_keeps_the_sign_of_zero_beside_16_bit_leaves():
-    tx = jaxsparse.error_feedback(
-        jaxsparse.systems.TopK(0.5), axis_name=None, is_dense=lambda *_: False
-    )
+    tx = jaxsparse.exchange(jaxsparse.reducers.TopK(0.5), axis_name=None, is_dense=lambda *_: False)
     state = tx.init({"w": jnp.zeros(4, jnp.bfloat16)})
     state = state._replace(residual={"w": PerWorker(jnp.float32([[-0.0, 0, -1, 1]]))})
     _, after = jax.jit(tx.update)({"w": jnp.full(4, jnp.nan, jnp.bfloat16)}, state)

@@ -12,13 +12,13 @@ from at_density import settings_at
 from flax import serialization
 from jax.sharding import PartitionSpec
 from running import patient_loops
+from table import SYSTEMS
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import systems
+from jaxsparse import contrib, reducers
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.feedback import ErrorFeedbackState
-from jaxsparse.systems import SYSTEMS
 
 PARAMS = {"w": jnp.ones((40, 30)), "b": jnp.ones((30,))}
 SPECS = {"w": PartitionSpec("fsdp"), "b": PartitionSpec()}
@@ -30,7 +30,7 @@ def transformation(name):
     settings = settings_at(name, 0.05, 1200)
     if name != "dense":
         settings["is_dense"] = lambda path, shape: len(shape) < 2
-    return getattr(jaxsparse, name)(**settings, axis_name=None)
+    return SYSTEMS[name].transformation(**settings, axis_name=None)
 
 
 def refusal(tx, state):
@@ -85,13 +85,13 @@ OTHER_SETTINGS = {
         r"PowerSGD's own state of bucket 0 is .*float32\[30\].* needs .*float32\[60\]",
     ),
     "number of buckets": (
-        jaxsparse.ok_topk(0.1, axis_name=None),
-        jaxsparse.ok_topk(0.1, bucket_size=600, axis_name=None),
+        contrib.ok_topk(0.1, axis_name=None),
+        contrib.ok_topk(0.1, bucket_size=600, axis_name=None),
         "its buckets are exchanged by OkTopk, OkTopk, and those of this transformation by OkTopk:",
     ),
     "warm-up": (
         jaxsparse.top_k(0.1, axis_name=None),
-        jaxsparse.error_feedback(jaxsparse.warm_up(systems.TopK(0.1), steps=4), axis_name=None),
+        jaxsparse.exchange(jaxsparse.warm_up(reducers.TopK(0.1), steps=4), axis_name=None),
         "TopK's own state of bucket 0 is .*step uint32.* needs nothing",
     ),
     "delay": (
@@ -100,8 +100,8 @@ OTHER_SETTINGS = {
         "with delay=0, but this transformation has delay=1",
     ),
     "policy": (
-        jaxsparse.partition({"w": systems.SparDL(0.1)}, axis_name=None),
-        jaxsparse.partition({"w": systems.TopK(0.1)}, axis_name=None),
+        jaxsparse.partition({"w": reducers.SparDL(0.1)}, axis_name=None),
+        jaxsparse.partition({"w": reducers.TopK(0.1)}, axis_name=None),
         "exchanged by TopK, and those of this transformation by SparDL",
     ),
     "Optax's own": (
@@ -138,13 +138,13 @@ def walked(tree, path=()):
 EVERYTHING = {"momentum": 0.9, "accumulator_dtype": "bfloat16", "mesh": "here", "specs": SPECS}
 WALKED = {
     "plain": lambda mesh: jaxsparse.spardl(0.1),
-    "everything": lambda mesh: jaxsparse.error_feedback(
-        jaxsparse.warm_up(systems.SparDL(0.1), steps=4),
+    "everything": lambda mesh: jaxsparse.exchange(
+        jaxsparse.warm_up(reducers.SparDL(0.1), steps=4),
         bucket_size=700,
         **EVERYTHING | {"mesh": mesh},
     ),
     "delay": lambda mesh: jaxsparse.top_k(0.1, delay=1, mesh=mesh, specs=SPECS),
-    "EF21": lambda mesh: jaxsparse.ef21_sgdm(systems.TopK(0.1), mesh=mesh, specs=SPECS),
+    "EF21": lambda mesh: contrib.ef21_sgdm(reducers.TopK(0.1), mesh=mesh, specs=SPECS),
     "factors": lambda mesh: jaxsparse.powersgd(1, mesh=mesh, specs=SPECS),
     "each worker's own": lambda mesh: optax.chain(
         jaxsparse.per_worker(optax.scale_by_adam(), mesh=mesh, specs=SPECS), jaxsparse.dense()
@@ -201,7 +201,7 @@ def test_checkpoints_know_the_system_and_the_delay(tmp_path):
 
 ONE_WORKER = {
     **{name: transformation(name) for name in SYSTEMS},
-    "partition": jaxsparse.partition({"w": systems.TopK(0.1)}, axis_name=None),
+    "partition": jaxsparse.partition({"w": reducers.TopK(0.1)}, axis_name=None),
     "delay": jaxsparse.top_k(0.1, momentum=0.9, delay=1, axis_name=None),
     "chain": optax.chain(
         jaxsparse.per_worker(optax.trace(0.5), axis_name=None),

@@ -17,7 +17,7 @@ from reference_formats import (
 )
 from workers import finished, on_workers, some
 
-from jaxsparse import traffic
+from jaxsparse import dense, quantized, traffic
 from jaxsparse.collectives import quantized_all_reduce
 from jaxsparse.quantize import (
     QSGD,
@@ -32,8 +32,7 @@ from jaxsparse.quantize import (
     unpack,
 )
 from jaxsparse.quantize.packing import digit_words, pack_digits, unpack_digits
-from jaxsparse.systems import dense, quantized
-from jaxsparse.systems.quantized import GatheredQuantized, Quantized
+from jaxsparse.reducers.quantized import GatheredQuantized, Quantized
 
 NAMES, SCALES = get_args(FormatName), get_args(Scale)
 NEAREST = tuple(name for name in NAMES if name not in MEANS)  # each value becomes the nearest

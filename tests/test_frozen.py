@@ -10,7 +10,7 @@ from training import trainer
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import shard, systems
+from jaxsparse import contrib, reducers, shard
 from jaxsparse.outer.parallel import run_on_workers
 
 W, STEPS = 3, 3
@@ -19,7 +19,7 @@ EVERYTHING = {"is_dense": lambda *_: False}
 EXCHANGES = {
     "dense": jaxsparse.dense,
     "top_k": lambda: jaxsparse.top_k(1.0, **EVERYTHING),
-    "ef21_sgdm": lambda: jaxsparse.ef21_sgdm(systems.TopK(1.0), momentum=0.0, **EVERYTHING),
+    "ef21_sgdm": lambda: contrib.ef21_sgdm(reducers.TopK(1.0), momentum=0.0, **EVERYTHING),
 }
 
 

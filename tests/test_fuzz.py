@@ -26,9 +26,8 @@ from fuzzing import (
 )
 from hypothesis import HealthCheck, given, seed, settings
 from jax.sharding import PartitionSpec
+from table import SYSTEMS
 from workers import some
-
-from jaxsparse.systems import SYSTEMS
 
 # Most cases of a program. A program takes seconds to compile, a case takes milliseconds.
 CASES = 300

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import mesh as mesh_of, some
 
 import jaxsparse
-from jaxsparse import systems
+from jaxsparse import contrib, reducers
 from jaxsparse.outer.parallel import run_on_workers
 
 CLIPPED = lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -336,7 +336,7 @@ def test_arguments_of_optimizers_behind_the_exchange_have_no_rows(name):
     tx = {
         "dense": lambda: optax.chain(jaxsparse.dense(workers=3), optimizer),
         "ef21_sgdm": lambda: optax.chain(
-            jaxsparse.ef21_sgdm(systems.TopK(1.0), **options), optimizer
+            contrib.ef21_sgdm(reducers.TopK(1.0), **options), optimizer
         ),
         "zero1": lambda: jaxsparse.zero1(optimizer, "float16", **options),
     }[name]()

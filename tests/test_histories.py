@@ -15,7 +15,7 @@ import reference_islands as reference
 from histories import MACHINES, Fractions, Fragments, History, Weighted
 from workers import some
 
-from jaxsparse.islands import arithmetic, exchange, member, protocol, records, snapshots
+from jaxsparse.islands import arithmetic, member, protocol, records, round, snapshots
 
 AT_ONCE = 100  # histories of a test
 
@@ -75,7 +75,7 @@ def counted_in_its_sleep_is_owed_still(patch, programs):
 
 
 def replay_skips_a_round(patch, programs):
-    right = exchange.Exchange._absorb
+    right = round.Round._absorb
 
     def absorb(self, decision, waited=None):
         if self.message is None and decision.round % 3 == 2:
@@ -83,7 +83,7 @@ def replay_skips_a_round(patch, programs):
         else:
             right(self, decision, waited)
 
-    patch(exchange.Exchange, "_absorb", absorb)
+    patch(round.Round, "_absorb", absorb)
 
 
 def snapshot_of_another_round(patch, programs):
@@ -197,11 +197,11 @@ def lives_share_a_name(patch, programs):
 
 
 def saved_is_owed_still(patch, programs):
-    patch(exchange.Exchange, "_was_sent_in", lambda self, decision: False)
+    patch(round.Round, "_was_sent_in", lambda self, decision: False)
 
 
 def an_earlier_life_goes_on(patch, programs):
-    patch(exchange.Exchange, "_check_life", lambda self, decision: None)
+    patch(round.Round, "_check_life", lambda self, decision: None)
 
 
 def decides_in_an_empty_folder(patch, programs):

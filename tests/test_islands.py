@@ -28,9 +28,9 @@ import jaxsparse
 from jaxsparse import islands
 from jaxsparse.__main__ import main
 from jaxsparse.islands import (
-    exchange as exchange_of,
     member as members_of,
     protocol,
+    round as exchange_of,
     threads,
     train as training,
     watch,
@@ -265,9 +265,9 @@ def test_a_state_of_another_optimizer_is_told(clock):
 
 def test_an_island_that_always_differs_goes_on(clock, monkeypatch):
     members, states = joined(reference.Memory(), NAMES[:3], clock)
-    digest = exchange_of.Exchange._digest_now
+    digest = exchange_of.Round._digest_now
     mine = lambda self: digest(self)[::-1] if self.member is members[1] else digest(self)
-    monkeypatch.setattr(exchange_of.Exchange, "_digest_now", mine)
+    monkeypatch.setattr(exchange_of.Round, "_digest_now", mine)
     with pytest.warns(UserWarning, match="bergen began from other parameters"):
         states = ran(members, states, 2, np.ones((2, 3, 6)), clock)
     assert [one.round for one in states] == [2, 2, 2]
@@ -832,14 +832,14 @@ WRONG = {
         {"optimizer": optax.add_noise(0.1, 0.5, 3)},
         r"state of exchange and optimizer holds key<fry> at \[0\]\[1\].rng_key, which snapshots",
     ),
-    "no exchange": ({"exchange": optax.sgd(1.0)}, "give an exchange of one message"),
+    "no exchange": ({"exchange": optax.sgd(1.0)}, "is no exchange of this library alone"),
     "an exchange twice": (
         {"optimizer": optax.chain(jaxsparse.dense(axis_name=None), optax.sgd(1.0))},
         "optimizer holds an exchange",
     ),
     "both in one": (
         {"exchange": optax.chain(jaxsparse.dense(axis_name=None), optax.sgd(1.0))},
-        "without an optimizer behind",
+        "is no exchange of this library alone",
     ),
     "not made": ({"optimizer": optax.sgd}, "optimizer=<function sgd .* is no Optax transformation"),
     "an axis": (
@@ -1248,13 +1248,13 @@ def test_a_saved_state_that_drifts_keeps_what_it_owes(clock, monkeypatch):
     again = reference.member(members[0].rounds.store, NAMES[0], clock, snapshots=10)
     states[0] = again.join(states[0])
     owed = reference.residual(states[0])
-    digest = exchange_of.Exchange._digest_now
+    digest = exchange_of.Round._digest_now
 
     def drifted(self):
         differs = self.member is again and self.round == 3 and self.drifted_in < 3
         return digest(self)[::-1] if differs else digest(self)
 
-    monkeypatch.setattr(exchange_of.Exchange, "_digest_now", drifted)
+    monkeypatch.setattr(exchange_of.Round, "_digest_now", drifted)
     with pytest.warns(UserWarning, match="reloads the snapshot of round 0") as told:
         states = ran([again, *members[1:]], states, 1, [np.zeros((3, 6))], clock)
     assert len(told) == 1

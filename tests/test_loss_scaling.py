@@ -12,7 +12,7 @@ from training import stepped, train
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import systems
+from jaxsparse import contrib, reducers
 from jaxsparse.outer.parallel import run_on_workers
 
 
@@ -72,8 +72,8 @@ def test_a_trainers_own_scale_sees_overflows_by_request():
 SKIPPING = {
     "top_k": lambda **o: jaxsparse.top_k(0.1, momentum=0.9, **o),
     "dense": lambda **o: jaxsparse.dense(**o),
-    "ef21_sgdm": lambda **o: jaxsparse.ef21_sgdm(systems.TopK(0.1), **o),
-    "partition": lambda **o: jaxsparse.partition({"a": systems.SparDL(0.5)}, **o),
+    "ef21_sgdm": lambda **o: contrib.ef21_sgdm(reducers.TopK(0.1), **o),
+    "partition": lambda **o: jaxsparse.partition({"a": reducers.SparDL(0.5)}, **o),
     "per_worker": lambda **o: optax.chain(
         jaxsparse.per_worker(optax.scale_by_adam()), jaxsparse.spardl(0.1, **o)
     ),

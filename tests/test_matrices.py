@@ -9,11 +9,11 @@ import pytest
 from training import stepped
 from workers import some
 
-from jaxsparse import error_feedback, partition, shard
+from jaxsparse import exchange, partition, shard
 from jaxsparse.comm import wire
+from jaxsparse.reducers import Staged, TopK
 from jaxsparse.reducers.base import Kept, Leaf, Reducer, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
-from jaxsparse.systems import Staged, TopK
 
 SHAPES = {
     "bias": (7,),
@@ -69,7 +69,7 @@ def first_rows(name):
 @pytest.mark.parametrize("bucket_size", some([None, 100, 1], [100]))
 def test_each_leaf_is_seen_in_its_own_shape(bucket_size):
     rule = lambda path, shape: len(shape) < 2
-    tx = error_feedback(FirstRows(stacked="layers"), is_dense=rule, bucket_size=bucket_size)
+    tx = exchange(FirstRows(stacked="layers"), is_dense=rule, bucket_size=bucket_size)
     (updates,), _ = delivered(tx)
     for name in MATRICES:
         np.testing.assert_array_equal(updates[name], first_rows(name))
@@ -80,12 +80,12 @@ def test_each_leaf_is_seen_in_its_own_shape(bucket_size):
 
 
 def test_a_bucket_is_filled_with_whole_leaves():
-    tx = error_feedback(FirstRows(), is_dense=lambda *_: False, bucket_size=215)
+    tx = exchange(FirstRows(), is_dense=lambda *_: False, bucket_size=215)
     assert reducer_sizes(tx) == [187, 126]
 
 
 def test_a_matrix_without_a_stack_has_one_first_row():
-    tx = error_feedback(FirstRows(stacked=None), is_dense=lambda path, _: "layers" not in path)
+    tx = exchange(FirstRows(stacked=None), is_dense=lambda path, _: "layers" not in path)
     (updates,), _ = delivered(tx)
     expected = np.zeros((12, 8), np.float32)
     expected[0] = gradients()["layers"].mean(0)[0, 0]

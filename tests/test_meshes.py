@@ -24,8 +24,8 @@ from jaxsparse import PerWorker, reshard, shard, traffic
 from jaxsparse.comm import meshes
 from jaxsparse.feedback.devices import exchanged_specs
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.systems import OmniReduce, SparCML, SparDL
-from jaxsparse.systems.dense import Dense
+from jaxsparse.reducers import OmniReduce, SparCML, SparDL
+from jaxsparse.reducers.dense import Dense
 
 STEPS = 2
 
@@ -211,7 +211,7 @@ def test_updates_are_placed_as_parameters_are_and_counted_on_all_devices():
 def test_copies_of_a_rounded_momentum_stay_equal():
     """All workers round the momentum of the mean alike, and their residuals independently."""
     where = mesh((2, 2))
-    tx = jaxsparse.error_feedback(
+    tx = jaxsparse.exchange(
         OmniReduce(block_size=4, density=None, union_density=0.5),  # half finds no room
         axis_name="hosts",
         is_dense=is_bias,
@@ -430,8 +430,8 @@ class TestInit:
             jax.jit(lambda p: shard(p, where, "hosts"))({"w": jnp.zeros((8, 8))})
 
     def test_a_mesh_that_optax_has_called(self):
-        make = optax.inject_hyperparams(jaxsparse.top_k, static_args=("density",))
-        tx = make(density=0.1, mesh=mesh((2, 2, 2)), axis_name="hosts")
+        make = lambda mesh: jaxsparse.top_k(0.1, mesh=mesh, axis_name="hosts")
+        tx = optax.inject_hyperparams(make)(mesh=mesh((2, 2, 2)))
         with pytest.raises(ValueError, match="name mesh and specs in its static_args"):
             tx.init({"w": jnp.zeros((40, 30))})
 
@@ -533,9 +533,7 @@ def test_training_goes_on_with_other_hosts_and_another_inner_mesh(name):
     shapes = {name: SHAPES[name] for name in ("both", "one")}
     sent = {name: np.zeros(s) for name, s in shapes.items()}
     given = {name: np.zeros(s) for name, s in shapes.items()}
-    tx = jaxsparse.error_feedback(
-        CASES[name].reducer, axis_name="hosts", is_dense=is_bias, momentum=0.0
-    )
+    tx = jaxsparse.exchange(CASES[name].reducer, axis_name="hosts", is_dense=is_bias, momentum=0.0)
     state = None
     for shape in ((4, 2), (2, 4), (8, 1)):
         where = mesh(shape)
@@ -663,7 +661,7 @@ def test_orbax_restores_on_another_inner_mesh_and_diagnose_reads_it(tmp_path):
     reducer = CASES["top_k"].reducer
     _, _, state = steps(reducer, old)
     _, start, _ = stepper(reducer, new)
-    tx = jaxsparse.error_feedback(reducer, axis_name="hosts", is_dense=is_bias, specs=SPECS)
+    tx = jaxsparse.exchange(reducer, axis_name="hosts", is_dense=is_bias, specs=SPECS)
     with jax.sharding.use_abstract_mesh(old.abstract_mesh):
         whole = jax.eval_shape(tx.init, {name: jnp.zeros(s) for name, s in SHAPES.items()})
     with ocp.CheckpointManager(tmp_path) as saved:

@@ -128,7 +128,7 @@ def test_a_device_sends_the_messages_of_its_shards_and_no_more(name):
     assert sorted(shapes) == sorted(SHAPES)
     size = sum(int(np.prod(shapes[leaf])) for leaf in state.residual)
     loose = sum(int(np.prod(shapes[leaf])) for leaf in shapes if leaf not in state.residual)
-    tx = jaxsparse.error_feedback(
+    tx = jaxsparse.exchange(
         CASES[name].reducer.split((size,) * 4, 4 * loose)[0],
         axis_name="hosts",
         is_dense=lambda path, shape: is_bias(path, shape) or "odd" in path,

@@ -87,7 +87,7 @@ def pages():
         "| 10 local steps, SparseLoCo |": ("10 local steps, SparseLoCo",) * 2, "| `qsgd(4)` |": ("4 bits, before Adam", "4 bits"),
         "| `top_k(0.01)`, two-bit values, behind Adam |": ("top-k, behind Adam, 2-bit values", ""), "| `chunked_top_k(41)`, behind Adam |": ("chunked top-k, behind Adam", "chunked top-k"),
         "| `spardl(0.01)`, behind Adam |": ("SparDL, behind Adam", "SparDL"), "| `spardl(0.01)`, two-bit values, behind Adam |": ("SparDL, behind Adam, 2-bit values", ""),
-        "| `random_k(0.08, reducer=systems.Quantized(), decay=0)`, behind Adam |": ("random-k as top-k, 4 bits, not fed back, behind Adam", ""),
+        "| `random_k(0.08, reducer=reducers.Quantized(), decay=0)`, behind Adam |": ("random-k as top-k, 4 bits, not fed back, behind Adam", ""),
         "| `random_k(0.02, decay=0)`, behind Adam |": (f"{RANDOM}, behind Adam", RANDOM), "| `demo(41)`, signed |": ("DeMo", "DeMo"),
         "| `powersgd(4)`, behind Adam |": ("PowerSGD rank 4, behind Adam", "PowerSGD rank 4"), "| `powersgd(2)`, behind Adam |": ("PowerSGD rank 2, behind Adam", "PowerSGD rank 2"),
         "| `ef21_sgdm(SparDL(0.01))` |": ("EF21-SGDM, before Adam", "EF21-SGDM"),

@@ -8,10 +8,10 @@ from steps import compiled_step
 from training import scanned
 from workers import mesh, on_workers
 
-from jaxsparse import error_feedback, traffic
+from jaxsparse import exchange, traffic
 from jaxsparse.arrays import layout
 from jaxsparse.feedback import partition
-from jaxsparse.systems import Dense, SketchedSGD, SparDL, TopK, TrueTopK
+from jaxsparse.reducers import Dense, SketchedSGD, SparDL, TopK, TrueTopK
 
 SHAPES = {"embed": (50, 8), "kernel": (30, 20), "out": (20, 11), "bias": (20,)}
 RULES = {"embed": TopK(0.1), "kernel|out": SparDL(0.05)}
@@ -36,7 +36,7 @@ def test_each_group_is_exchanged_as_if_alone():
     updates, state = train(partition(rules, momentum=0.5), 2)
     for rule, reducer in rules.items():
         names = rule.split("|")
-        alone = error_feedback(
+        alone = exchange(
             reducer,
             momentum=0.5,
             is_dense=lambda path, shape, names=names: not any(n in path for n in names),
@@ -88,7 +88,7 @@ def test_no_more_memory_than_one_group():
 
     reducer = TopK(0.01)
     apart = partition({"embed": TopK(0.01, selection="exact"), "kernel": reducer})
-    assert peak(apart) <= 1.01 * peak(error_feedback(TopK(0.01, selection="exact")))
+    assert peak(apart) <= 1.01 * peak(exchange(TopK(0.01, selection="exact")))
 
 
 @pytest.mark.parametrize(

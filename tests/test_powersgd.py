@@ -12,11 +12,12 @@ from steps import compiled_step
 from training import stepped
 from workers import by_step, finished, mesh, on_workers, some
 
-from jaxsparse import error_feedback, powersgd, reshard, shard, traffic
+import jaxsparse
+from jaxsparse import powersgd, reshard, shard, traffic
 from jaxsparse.comm import wire
+from jaxsparse.reducers import Dense, Staged
 from jaxsparse.reducers.matrices import Matrix
-from jaxsparse.systems import Dense, Staged
-from jaxsparse.systems.powersgd import PowerSGD, PowerState, _orthonormal
+from jaxsparse.reducers.powersgd import PowerSGD, PowerState, _orthonormal
 
 FORMS = ("alternating", "full")
 forms = pytest.mark.parametrize("iteration", FORMS)
@@ -192,7 +193,7 @@ def params(dtype=jnp.float32):
 @functools.cache
 def stepper(iteration):
     low = PowerSGD(2, iteration=iteration, stacked="layers")
-    tx = error_feedback(Staged((Dense(), low), (1,)), is_dense=lambda *_: False)
+    tx = jaxsparse.exchange(Staged((Dense(), low), (1,)), is_dense=lambda *_: False)
     return stepped(tx, 3), shard(tx.init(params()), 3)
 
 

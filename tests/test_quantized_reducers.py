@@ -10,11 +10,11 @@ from published_traffic import quantized_all_reduce_traffic
 from reference_formats import all_reduced, rounded
 from workers import feedback_loop, on_workers, rows, some
 
-from jaxsparse import traffic
+from jaxsparse import qsgd, traffic
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
+from jaxsparse.contrib import sign_sgd
 from jaxsparse.quantize import QSGD, Format, dequantize, quantize
-from jaxsparse.systems import qsgd, sign_sgd
-from jaxsparse.systems.quantized import Quantized
+from jaxsparse.reducers.quantized import Quantized
 
 
 def normal(shape, seed=0):

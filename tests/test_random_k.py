@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from workers import feedback_loop, mesh, rows
 
-from jaxsparse import codecs, shard, traffic
+from jaxsparse import codecs, random_k, shard, traffic
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.quantize import Format
-from jaxsparse.systems import PowerSGD, Quantized, TopK, random_k
-from jaxsparse.systems.random_k import RandomK
+from jaxsparse.reducers import PowerSGD, Quantized, TopK
+from jaxsparse.reducers.random_k import RandomK
 
 SIZE, STEPS = 61, 12
 

@@ -10,14 +10,9 @@ from jaxsparse import codecs
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.spardl import largest_sums
+from jaxsparse.contrib import GTopK, OkTopk
+from jaxsparse.reducers import SketchedSGD, SparDL, TrueTopK
 from jaxsparse.reducers.base import deliver, keep_streams
-from jaxsparse.systems import (
-    GTopK,
-    OkTopk,
-    SketchedSGD,
-    SparDL,
-    TrueTopK,
-)
 
 SIZE = 2003
 

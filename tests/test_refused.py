@@ -17,7 +17,7 @@ import jaxsparse
 from jaxsparse import PerWorker, diagnose, reshard, shard, specs
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.quantize import QSGD
-from jaxsparse.systems.quantized import Quantized
+from jaxsparse.reducers.quantized import Quantized
 
 ERRORS = pathlib.Path(__file__).parents[1] / "docs" / "errors.md"
 

@@ -13,7 +13,7 @@ from supports import flat
 from workers import mesh as mesh_of, some
 
 import jaxsparse
-from jaxsparse import PerWorker, reshard, shard
+from jaxsparse import PerWorker, contrib, reshard, shard
 from jaxsparse.collectives.spardl import Adaptation
 from jaxsparse.outer.parallel import run_on_workers
 
@@ -168,7 +168,7 @@ def sums_of_updates(tx, state, params, grads, workers):
     [
         pytest.param(jaxsparse.top_k(0.05, delay=1, bucket_size=700), (3, 2), id="delay, buckets"),
         pytest.param(jaxsparse.top_k(0.05), (8, 6, 8, 1, 16), id="top_k", marks=pytest.mark.slow),
-        pytest.param(jaxsparse.ok_topk(0.05), (6, 1, 8), id="ok_topk", marks=pytest.mark.slow),
+        pytest.param(contrib.ok_topk(0.05), (6, 1, 8), id="ok_topk", marks=pytest.mark.slow),
     ],
 )
 def test_updates_and_what_is_owed_add_up_to_the_gradients(tx, counts):

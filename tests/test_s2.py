@@ -10,9 +10,8 @@ import reference_sketch as reference
 from published_traffic import s2_traffic
 from workers import feedback_loop, on_workers, rows, some
 
-from jaxsparse import error_feedback, traffic
-from jaxsparse.systems import s2_reducer
-from jaxsparse.systems.s2_reducer import S2
+from jaxsparse import exchange, s2_reducer, traffic
+from jaxsparse.reducers.s2_reducer import S2
 
 SIZE, BLOCK = 601, 8  # 76 blocks, the last of one element
 COUNT = 76
@@ -172,7 +171,7 @@ def test_momentum_is_that_of_blocks_that_wait(workers, reducer):
     """
     steps, momentum = 4, 0.5
     given = 16 * gradients(workers, steps, seed=workers)
-    tx = error_feedback(reducer, momentum=momentum, is_dense=lambda path, shape: False)
+    tx = exchange(reducer, momentum=momentum, is_dense=lambda path, shape: False)
 
     def run(gradients):
         def step(state, gradient):

@@ -11,12 +11,11 @@ from at_density import settings_at
 from cases import CASES
 from contract import each
 from fuzzing import SUPPORTS, Data, Leaf, Program, check, compiled
+from table import SYSTEMS
 from training import stepped
 from workers import some
 
-import jaxsparse
 from jaxsparse import shard
-from jaxsparse.systems import SYSTEMS
 
 MOST = 2**31 - 1
 # Settings of systems for which a row's settings for a density are not those of one entry or block,
@@ -65,7 +64,7 @@ def transformation(name, size, bucket_size=None):
     settings = budget(name, 1e-3, size)
     if "block_size" in settings:
         settings["block_size"] = 256
-    return getattr(jaxsparse, name)(**settings, momentum=0.9, bucket_size=bucket_size)
+    return SYSTEMS[name].transformation(**settings, momentum=0.9, bucket_size=bucket_size)
 
 
 HUGE = {
@@ -137,7 +136,7 @@ def test_a_tree_of_empty_arrays_is_refused():
 
 def test_more_than_there_is_is_refused():
     for name in NAMES:
-        make = getattr(jaxsparse, name)
+        make = SYSTEMS[name].transformation
         if {"density", "reducer"} & set(inspect.signature(make).parameters):
             for share in (0.0, 1.5):
                 with pytest.raises(ValueError, match=rf"density={share}"):

@@ -15,8 +15,8 @@ from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.messages import ladder
 from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
+from jaxsparse.reducers import SparCML
 from jaxsparse.select.groups import most_entries
-from jaxsparse.systems import SparCML
 from jaxsparse.traffic import traced_bytes
 
 WORKERS = (2, 3, 4, 5, 7, 8, 32)

@@ -15,7 +15,7 @@ from workers import feedback_loop, rows, some
 from jaxsparse import codecs
 from jaxsparse.collectives.messages import ladder
 from jaxsparse.collectives.spardl import Adaptation
-from jaxsparse.systems import SparDL
+from jaxsparse.reducers import SparDL
 from jaxsparse.traffic import traced_bytes
 
 

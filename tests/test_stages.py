@@ -12,19 +12,10 @@ from supports import flat
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import Stages, partition, shard, traffic, warm_up
+from jaxsparse import Stages, contrib, partition, shard, traffic, warm_up
+from jaxsparse.contrib import GTopK, OkTopk
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.systems import (
-    ChunkedTopK,
-    GTopK,
-    OkTopk,
-    OmniReduce,
-    RandomK,
-    SparCML,
-    SparDL,
-    Staged,
-    TopK,
-)
+from jaxsparse.reducers import ChunkedTopK, OmniReduce, RandomK, SparCML, SparDL, Staged, TopK
 
 
 def test_warm_up_falls_exponentially():
@@ -64,9 +55,9 @@ def test_lists_are_taken_for_tuples():
         (lambda: warm_up(TopK(0.01), steps=3), "stages=4 must lie between 1 and steps=3"),
         (lambda: warm_up(ChunkedTopK(8), steps=9), r"reducer=ChunkedTopK\(.* has no density that"),
         (lambda: warm_up(0.01, steps=9), "reducer=0.01 has no density that could fall"),
-        (lambda: jaxsparse.error_feedback("x"), "reducer='x' must be a reducer, such as"),
-        (lambda: jaxsparse.error_feedback(TopK), "reducer=<class .* must be a reducer"),
-        (lambda: jaxsparse.error_feedback(jaxsparse.top_k(0.1)), "must be a reducer"),
+        (lambda: jaxsparse.exchange("x"), "reducer='x' must be a reducer, such as"),
+        (lambda: jaxsparse.exchange(TopK), "reducer=<class .* must be a reducer"),
+        (lambda: jaxsparse.exchange(jaxsparse.top_k(0.1)), "must be a reducer"),
         (lambda: jaxsparse.top_k(warm_up(TopK(0.1), steps=9)), r"density=Staged.* must be a num"),
     ],
 )
@@ -78,8 +69,8 @@ def test_what_is_wrong_is_named(make, text):
 def test_reducers_in_stages_are_taken_everywhere():
     staged = Staged((ChunkedTopK(8, 64), ChunkedTopK(4, 64)), (2,))
     for tx in (
-        jaxsparse.error_feedback(staged),
-        jaxsparse.ef21_sgdm(staged),
+        jaxsparse.exchange(staged),
+        contrib.ef21_sgdm(staged),
         partition({"w": staged}),
     ):
         tx.init({"w": jnp.zeros((40, 30))})
@@ -98,7 +89,7 @@ MAKE = {
 def test_the_stage_in_force_is_taken(name):
     reducers = tuple(MAKE[name](density) for density in (0.2, 0.05, 0.01))
     momentum = 0.9 if name == "gtopk" else None
-    tx = jaxsparse.error_feedback(Staged(reducers, (2, 3)), momentum=momentum)
+    tx = jaxsparse.exchange(Staged(reducers, (2, 3)), momentum=momentum)
     grads = {"kernel": jax.random.normal(jax.random.key(0), (40, 50))}
     state = jaxsparse.shard(tx.init(grads), 2)
     step = run_on_workers(
@@ -131,7 +122,7 @@ def test_one_stage_may_mask_momentum_and_another_not():
 
 @pytest.mark.slow
 def test_bytes_follow_the_stage():
-    tx = jaxsparse.error_feedback(Staged((TopK(0.25), TopK(0.01)), (10,)))
+    tx = jaxsparse.exchange(Staged((TopK(0.25), TopK(0.01)), (10,)))
     sent = traffic.wire_bytes(compiled_step(tx, mesh(2)))
     (conditional,) = sent.conditionals
     k = [-(-COMPRESSED // 4), -(-COMPRESSED // 100)]

@@ -7,6 +7,10 @@ import pytest
 from workers import finished, on_workers, some
 
 from jaxsparse import codecs
+from jaxsparse.contrib.gtopk import GTopK
+from jaxsparse.contrib.ok_topk import OkTopk
+from jaxsparse.reducers.spardl import SparDL
+from jaxsparse.reducers.top_k import TopK
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
 from jaxsparse.select.top_k import (
     Bisection,
@@ -16,10 +20,6 @@ from jaxsparse.select.top_k import (
     sampled_top_k,
     threshold_top_k,
 )
-from jaxsparse.systems.gtopk import GTopK
-from jaxsparse.systems.ok_topk import OkTopk
-from jaxsparse.systems.spardl import SparDL
-from jaxsparse.systems.top_k import TopK
 
 SIZE = 1024
 LARGE = 40_000  # large enough to be sampled: over twice the smallest sample

@@ -9,8 +9,9 @@ from supports import SUPPORTS, run, shares_by_quarter, total, vectors
 from workers import finished, on_workers, rows, some
 
 from jaxsparse import codecs
-from jaxsparse.collectives.ok_topk import Regions, _quotas, about_top_k
-from jaxsparse.systems import GTopK, OkTopk, Staged
+from jaxsparse.contrib import GTopK, OkTopk
+from jaxsparse.contrib.ok_topk_sum import Regions, _quotas, about_top_k
+from jaxsparse.reducers import Staged
 
 SIZE = 61
 

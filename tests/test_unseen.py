@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES
+from table import SYSTEMS
 from workers import some
-
-import jaxsparse
 
 W, SHAPE = 2, (48, 40)
 SEEN = np.random.default_rng(1).permutation(48) % 3 > 0
@@ -34,7 +33,7 @@ def gradients(step):
 @pytest.mark.parametrize("choice", some(CHOICES, MOVES + STAY))
 def test_what_has_no_gradient_stays_or_is_known_to_move(choice):
     name, settings = CHOICES[choice]
-    tx = getattr(jaxsparse, name)(**settings, workers=W)
+    tx = SYSTEMS[name].transformation(**settings, workers=W)
     params = {"table": jnp.zeros(SHAPE)}
     state, update = tx.init(params), jax.jit(tx.update)
     moved = np.zeros(SHAPE)

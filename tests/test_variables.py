@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from on_meshes import mesh
 
 import jaxsparse
-from jaxsparse import systems
+from jaxsparse import contrib, reducers
 from jaxsparse.outer.parallel import run_on_workers
 
 
@@ -33,8 +33,8 @@ class Model(nnx.Module):
 def transformation(name, where):
     options = {"axis_name": "hosts", "mesh": where}
     return {
-        "ok_topk": lambda: jaxsparse.ok_topk(0.1, **options),  # reducers with a state
-        "ef21_sgdm": lambda: jaxsparse.ef21_sgdm(systems.TopK(0.1), **options),
+        "ok_topk": lambda: contrib.ok_topk(0.1, **options),  # reducers with a state
+        "ef21_sgdm": lambda: contrib.ef21_sgdm(reducers.TopK(0.1), **options),
         "per_worker": lambda: optax.chain(
             jaxsparse.per_worker(optax.scale_by_adam(), **options),
             jaxsparse.chunked_top_k(128, **options),

@@ -5,10 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES
+from table import SYSTEMS
 from workers import some
-
-import jaxsparse
-from jaxsparse.systems import SYSTEMS
 
 WIDE = {
     "a": jnp.ones((24, 20), jnp.float32),
@@ -32,7 +30,7 @@ def test_accumulators_keep_their_dtype_beside_wide_gradients(name):
             for settings in case:
                 if name != "dense":
                     settings = {"is_dense": lambda path, shape: len(shape) < 2, **settings}
-                tx = getattr(jaxsparse, name)(**settings, axis_name=None)
+                tx = SYSTEMS[name].transformation(**settings, axis_name=None)
                 state = jax.eval_shape(tx.init, params)
                 assert all(x.dtype.itemsize <= 4 for x in jax.tree.leaves(state)), settings
                 updates, after = jax.eval_shape(tx.update, params, state, params)

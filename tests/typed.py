@@ -6,10 +6,9 @@ It is checked by mypy, not run. A comment that ignores an error is an error itse
 from typing import assert_type
 
 import jax.numpy as jnp
-import optax
 
 import jaxsparse
-from jaxsparse import codecs, systems
+from jaxsparse import codecs, contrib, reducers
 
 
 def settings_are_seen() -> None:
@@ -17,14 +16,14 @@ def settings_are_seen() -> None:
         jaxsparse.spardl(
             0.01, teams=2, gather="bruck", codec=codecs.Packed(), momentum=0.9, delay=1
         ),
-        optax.GradientTransformationExtraArgs,
+        jaxsparse.Exchange,
     )
-    jaxsparse.error_feedback(jaxsparse.warm_up(systems.SparDL(0.01), steps=100))
+    jaxsparse.exchange(jaxsparse.warm_up(reducers.SparDL(0.01), steps=100))
     jaxsparse.sketched_sgd(10, table_dtype="bfloat16", momentum=jnp.float32(0.9))
-    jaxsparse.error_feedback(systems.Staged((systems.Dense(), systems.PowerSGD(2)), (100,)))
-    jaxsparse.error_feedback(systems.TopK(0.01), axis_name=None)
-    jaxsparse.partition({"embedding": systems.TopK(0.01)}, bucket_size=2**20)
-    jaxsparse.ef21_sgdm(systems.SparDL(0.01, teams=2), momentum=0.5)
+    jaxsparse.exchange(reducers.Staged((reducers.Dense(), reducers.PowerSGD(2)), (100,)))
+    jaxsparse.exchange(reducers.TopK(0.01), axis_name=None)
+    jaxsparse.partition({"embedding": reducers.TopK(0.01)}, bucket_size=2**20)
+    contrib.ef21_sgdm(reducers.SparDL(0.01, teams=2), momentum=0.5)
     jaxsparse.chunked_top_k(512, decay=0.95, is_dense=lambda path, shape: False)
 
     jaxsparse.spardl()  # type: ignore[call-arg]

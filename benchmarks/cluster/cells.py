@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxsparse.contrib.ok_topk import OkTopk
 from jaxsparse.quantize import Format
+from jaxsparse.reducers import Quantized
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.systems import Quantized
-from jaxsparse.systems.ok_topk import OkTopk
-from jaxsparse.systems.s2_reducer import S2
-from jaxsparse.systems.sketched_sgd import SketchedSGD
-from jaxsparse.systems.sparcml import SparCML
-from jaxsparse.systems.spardl import SparDL
+from jaxsparse.reducers.s2_reducer import S2
+from jaxsparse.reducers.sketched_sgd import SketchedSGD
+from jaxsparse.reducers.sparcml import SparCML
+from jaxsparse.reducers.spardl import SparDL
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 import at_density

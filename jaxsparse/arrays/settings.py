@@ -265,5 +265,5 @@ def _static(value: Any) -> str:
     if hasattr(value, "dtype"):  # an array or tracer, as injected settings are
         return "it is static (list it in static_args under optax.inject_hyperparams)"
     if dataclasses.is_dataclass(value):  # stages, or a reducer
-        return "for stages, give jaxsparse.error_feedback a reducer of stages"
+        return "for stages, give jaxsparse.exchange a reducer of stages"
     return "it is static, pass a Python or NumPy one"

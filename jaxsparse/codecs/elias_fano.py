@@ -187,7 +187,7 @@ def _placed(
     """`x` with values added at places. Values with places past the end are left out.
 
     XLA may cut these arrays over several devices. If the devices do not divide them, it pads them,
-    and adds the padding at place 0 (tests/test_by_message.py). So a spare element stands in front,
+    and adds the padding at place 0 (tests/test_messages.py). So a spare element stands in front,
     and is cut off afterwards.
     """
     padded = jnp.pad(x, (1, 0))

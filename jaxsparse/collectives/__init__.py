@@ -1,4 +1,4 @@
-"""Sums of vectors over workers, one system a file.
+"""Sums of vectors over workers, one a file.
 
 Every worker of an axis calls them, inside `jax.shard_map` or `jax.vmap(axis_name=...)`, for any
 number of workers. The sparse all-reduces take a `SparseStream` over vectors of `size` elements and
@@ -10,9 +10,7 @@ whole vector), and `select.compact` takes entries out again, in a pass or two. A
 streams would need sorts, which cost more on a CPU from a density of 0.3 % on.
 """
 
-from jaxsparse.collectives.gtopk import gtopk as gtopk
 from jaxsparse.collectives.messages import AllReduced as AllReduced
-from jaxsparse.collectives.ok_topk import ok_topk as ok_topk
 from jaxsparse.collectives.quantized_all_reduce import (
     quantized_all_gather as quantized_all_gather,
     quantized_all_reduce as quantized_all_reduce,

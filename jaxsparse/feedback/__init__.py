@@ -2,10 +2,10 @@
 
 from jaxsparse.feedback.store import (
     ErrorFeedbackState as ErrorFeedbackState,
-    is_exchange as is_exchange,
     states_in as states_in,
 )
 from jaxsparse.feedback.transformations import (
-    error_feedback as error_feedback,
+    Exchange as Exchange,
+    exchange as exchange,
     partition as partition,
 )

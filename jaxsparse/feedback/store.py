@@ -16,7 +16,7 @@ from jaxsparse.arrays import hashing, layout as layouts
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged, TreePlan
+from jaxsparse.feedback.step import Bucket, Carried, Exchanged, TreePlan
 from jaxsparse.reducers.base import Info
 
 _SIGN = 0x80000000
@@ -25,7 +25,7 @@ _LARGEST = 0x7F7F0000  # the bits of the largest finite bfloat16
 
 
 class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`. Accumulators have their leaf's shape, and a name made of its path.
+    """State of an exchange. Accumulators have their leaf's shape, and a name made of its path.
 
     So a state fits parameters on any mesh: accumulators are sharded over inner axes like their
     leaves, or further.
@@ -70,13 +70,6 @@ def states_in(tree: Any) -> list[ErrorFeedbackState]:
     """The states of this library's transformations in an optimizer's state."""
     is_state = lambda node: isinstance(node, ErrorFeedbackState)
     return [node for node in jax.tree.leaves(tree, is_leaf=is_state) if is_state(node)]
-
-
-def is_exchange(state: Any) -> bool:
-    """Whether it is the state of an exchange alone, without an optimizer or wrapper around it."""
-    return any(
-        isinstance(one, ErrorFeedbackState) for one in (state, getattr(state, "feedback", None))
-    )
 
 
 def check_made(state: Any, kind: type) -> None:

@@ -1,19 +1,21 @@
 """Error feedback around one reducer or several, as Optax transformations.
 
-The way of one gradient: `update` runs `on_device` on rows of all workers (`over_rows`) or, where
-the axis is bound, on one worker's (`in_worker`). There `exchange` begins buckets (adds gradients),
+The way of one gradient: `update` runs `_on_device` on rows of all workers (`over_rows`) or, where
+the axis is bound, on one worker's (`in_worker`). There `run_step` begins buckets (adds gradients),
 calls their reducers (`reduce`: collectives, `deliver`: the mean), and finishes them (residuals).
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jaxtyping import Array, DTypeLike, Float, Int, UInt32
 
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.layout import IsDense, named_leaves
@@ -22,28 +24,27 @@ from jaxsparse.comm.marks import is_stand_in, on_plain_arrays
 from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.devices import in_worker, over_rows, shards, spread, typed_as
-from jaxsparse.feedback.exchange import (
-    BucketPlan,
-    Exchanged,
-    Settings,
-    TreePlan,
-    exchange,
-    keep_rounding,
-)
+from jaxsparse.feedback.messages import Posted, check_messages, post_step, receive_step
 from jaxsparse.feedback.options import (
-    LeafOptions,
     Options,
     StepOptions,
-    as_function,
     check_momentum,
+    check_names,
     decay_factor,
     is_delayed,
     is_nesterov,
     leaves_rule,
-    part,
     skipped_update,
 )
 from jaxsparse.feedback.rows import check_extra_args, check_own, read_rows
+from jaxsparse.feedback.step import (
+    BucketPlan,
+    Exchanged,
+    Settings,
+    TreePlan,
+    keep_rounding,
+    run_step,
+)
 from jaxsparse.feedback.store import (
     ErrorFeedbackState,
     StateStore,
@@ -60,11 +61,247 @@ Rule = Reducer | None
 Policy = Callable[[str, tuple[int, ...]], Rule]
 # A function of a tree that returns the reducer of each leaf, checked.
 Rules = Callable[[Any], Sequence[Reducer | None]]
+# What happens on a device: `run_step`, or a half of it.
+Step = Callable[..., Exchanged]
 
 
-@dataclasses.dataclass(frozen=True)
-class ErrorFeedback(LeafOptions):
-    """Exchanges gradients through `reducer`, and adds the residual to the next gradients.
+class Exchange(optax.GradientTransformationExtraArgs):
+    """An exchange: an Optax transformation that can be asked, and taken in two halves.
+
+    `init(params)` and `update(gradients, state, params)` are those of Optax, see `exchange`. For
+    workers that hand messages around without a collective there are halves of an update:
+
+        words, posted = exchange.post(gradients, state)                       # on each worker
+        means, state = exchange.receive(messages, posted, gradients, state)   # on each, too
+
+    `words` is all that a worker sends: a flag that its gradients are finite, its uncompressed
+    leaves, and a message of each bucket. Files, queues or an object store may carry it. All that
+    receive the same messages in the same order get the same means, bit for bit, and those of a
+    collective. A receiver must know that they are of the same exchange, tree and step, because
+    words do not say so.
+
+    Programs that are compiled alike give the same bits: `receive` on all workers of one kind of
+    device. Other programs may round otherwise, because compilers fuse some multiplications into
+    additions. What a worker keeps still fits what it sent, because `post` returns the vector behind
+    its message, too. With `accumulator_dtype="bfloat16"` all workers round by the same draws.
+    """
+
+    @property
+    def setup(self) -> "Setup":
+        """What it was made with."""
+        return self.init.__self__  # it outlives jax.tree.map
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """The reducer of all compressed leaves. None: leaves have several."""
+        return self.setup.reducer
+
+    def __repr__(self) -> str:
+        return f"Exchange({self.reducer or 'by leaf'})"
+
+    def post(
+        self, gradients: Any, state: Any, *, rank: int | Int[Array, ""] = 0
+    ) -> tuple[UInt32[Array, " words"], tuple[Posted, ...]]:
+        """This worker's message of a step, and what stays with it until messages arrive.
+
+        Args:
+            gradients: this worker's gradients, or other updates.
+            state: the state of the exchange.
+            rank: a number of this worker's own. Draws that differ between workers use it.
+
+        Returns:
+            The message, uint32[words], and what each bucket's worker holds.
+
+        Raises:
+            ValueError: it is not in one message: a system of several rounds, a reducer that changes
+                in stages, a delay, or an axis of workers (make it with `axis_name=None`).
+        """
+        sent: list[Any] = []
+
+        def half(*given: Any) -> Exchanged:
+            message, posted, unchanged = post_step(rank, *given)
+            sent.extend((message, posted))
+            return unchanged
+
+        self.setup.run(half, gradients, state)
+        words, posted = sent
+        return words, posted
+
+    def receive(
+        self,
+        messages: UInt32[Array, "workers words"],
+        posted: Sequence[Posted],
+        like: Any,
+        state: Any,
+        *,
+        counts: bool = True,
+        weights: Float[Array, " workers"] | None = None,
+    ) -> tuple[Any, Any]:
+        """The means of a step and the state after it, from the messages that count.
+
+        If any message says that its worker's gradients are not finite, the step is skipped.
+
+        Args:
+            messages: uint32[workers, words], in the same order on all workers.
+            posted: what `post` returned beside this worker's message.
+            like: the gradients, or other arrays of their shapes and dtypes.
+            state: as in `post`.
+            counts: whether this worker's own message is among them. If it came too late, its
+                residual keeps what it sent of compressed leaves, for the next step. Uncompressed
+                leaves have no residual, so their part is lost: compress all leaves
+                (`is_dense=lambda *_: False`) where that matters. With `decay=0` all of it is lost.
+                A gradient that is not finite is left out.
+            weights: float32[workers], above 0: the mean is sum(weights * vectors) / sum(weights).
+                None: all count alike. Residuals stay as they are: each worker's own, without its
+                weight.
+
+        Raises:
+            ValueError: messages of another size or dtype.
+        """
+        check_messages(messages, weights)
+        half = functools.partial(receive_step, messages, weights, posted, counts)
+        return self.setup.run(half, like, state)
+
+    def message_words(self, gradients: Any, state: Any) -> int:
+        """The number of words of a worker's message. Shapes and dtypes are enough as arguments.
+
+        Raises:
+            ValueError: see `post`.
+        """
+        return jax.eval_shape(lambda *given: self.post(*given)[0], gradients, state).size
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setup:
+    """What an exchange was made with: how leaves are exchanged, and options, see `exchange`."""
+
+    rules: Rules
+    reducer: Reducer | None
+    _: dataclasses.KW_ONLY
+    axis_name: str | None = "data"
+    decay: float | None = None
+    accumulator_dtype: DTypeLike | None = None
+    bucket_size: int | None = None
+    mesh: Mesh | None = None
+    workers: int | None = None
+    specs: Any = None
+    delay: Literal[0, 1] | None = None
+    momentum: float | Array | None = None
+    nesterov: bool | None = None
+    when_skipped: Literal["zero", "nan"] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks options, whatever is asked first."""
+        check_momentum(self.momentum)
+        is_nesterov(self.nesterov, self.momentum)
+        skipped_update(self.when_skipped, self.delay)
+        self.store(())
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):
+            raise ValueError(
+                f"mesh={self.mesh!r} must be a jax.sharding.Mesh or None (optax.inject_hyperparams "
+                "calls meshes, as it calls schedules: name mesh and specs in its static_args)"
+            )
+
+    @property
+    def is_delayed(self) -> bool:
+        return is_delayed(self.delay)
+
+    def store(self, inner: tuple[str, ...]) -> StateStore:
+        """How states are kept on a device whose worker has these inner axes."""
+        decay, dtype = decay_factor(self.decay), accumulator(self.accumulator_dtype)
+        keeps_residual = self.is_delayed or decay != 0  # a delayed exchange is of the residual
+        axes = Axes(self.axis_name, inner)
+        return StateStore(axes, self.momentum is not None, self.is_delayed, keeps_residual, dtype)
+
+    def plan_of(self, tree: Any, placement: Placement | None) -> TreePlan:
+        """How the leaves of a tree are exchanged, whose shards are placed so."""
+        reducers = self.rules(tree) if jax.tree.leaves(tree) else []
+        if placement is None:
+            return _plan(tree, reducers, self.bucket_size)
+        own, reducers, dense_elements = shards(tree, reducers, placement)
+        return _plan(own, reducers, self.bucket_size, placement.devices, dense_elements)
+
+    def init(self, params: Any) -> ErrorFeedbackState:
+        """Optax's `init`."""
+        rows = place_rows(params, self.axis_name, self.mesh, self.workers, self.specs)
+        plan = self.plan_of(params, rows.placement)
+        state = self.store(()).init(plan)
+        if self.axis_name is None:
+            state = typed_as(params, state)
+        state = spread(state, params, rows, plan.compressed)
+        return without_params(state) if is_stand_in(params) else state
+
+    def update(
+        self, updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, ErrorFeedbackState]:
+        """Optax's `update`."""
+        run = on_plain_arrays(functools.partial(self.run, run_step))
+        return run(updates, state, params, **extra_args)
+
+    def run(
+        self,
+        step: Step,
+        updates: Any,
+        state: ErrorFeedbackState,
+        params: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, ErrorFeedbackState]:
+        """An update, of which `step` is what happens on a device: all of it, or a half."""
+        check_made(state, ErrorFeedbackState)
+        if has_nothing(updates, state):
+            return updates, state
+        axis_name = self.axis_name
+        is_bound = wire.is_bound(axis_name)  # so this is one worker's code
+        shapes: Any = updates  # at least the shapes of one worker's
+        found: AnyMesh | None = self.mesh
+        if not is_bound:
+            given = axis_name, self.mesh, self.workers
+            updates, shapes, _, found = read_rows(updates, state, params, *given)
+            check_extra_args(updates, extra_args)
+        plan = self.plan_of(shapes, Placement.of(state.placement))
+        if is_bound:
+            Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more
+            check_own(updates, params, axis_name)
+        on_device = functools.partial(self._on_device, step, plan)
+        run = in_worker if is_bound else over_rows
+        # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
+        with jax.disable_jit(False):
+            return run(on_device, updates, state, self.momentum, found, axis_name, plan.compressed)
+
+    def _on_device(
+        self,
+        step: Step,
+        plan: TreePlan,
+        updates: Any,
+        state: ErrorFeedbackState,
+        momentum: Any,
+        inner: tuple[str, ...],
+    ) -> tuple[Any, ErrorFeedbackState]:
+        store, of_skipped = self.store(inner), skipped_update(self.when_skipped, self.delay)
+        settings = Settings(
+            store.axes,
+            momentum,
+            self.is_delayed,
+            decay_factor(self.decay),
+            is_nesterov(self.nesterov, self.momentum),
+        )
+        buckets, dense = plan.layout.flatten(updates)
+        done = step(buckets, dense, store.load(state, plan), plan, settings)
+        delivered = plan.layout.unflatten(done.means, done.dense_mean)
+        if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
+            done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
+        if of_skipped != 0:
+            delivered = jax.tree.map(lambda x: jnp.where(done.ok, x, of_skipped), delivered)
+        return delivered, store.save(done, state, plan)
+
+
+def exchange(
+    reducer: Reducer, *, is_dense: IsDense | None = None, **options: Unpack[StepOptions]
+) -> Exchange:
+    """Exchanges gradients through a reducer, and adds the residual to the next gradients.
+
+    It is error feedback around any reducer. `jaxsparse.spardl(0.01)` and the others are short for
+    `jaxsparse.exchange(jaxsparse.reducers.SparDL(0.01))`.
 
     In a step, each worker does this with its compressed buckets. u is the momentum and v is the
     residual; both are zero at first:
@@ -123,70 +360,69 @@ class ErrorFeedback(LeafOptions):
 
     Args:
         reducer: the `Reducer` that exchanges the buckets.
+        axis_name: the mesh axis of the workers. None: a single worker.
+        momentum: factor of momentum correction, in [0, 1): a float or a (traced) scalar array.
+            It acts before the exchange, and is masked where this worker sent, unless the reducer
+            says where. The optimizer behind needs no momentum of its own. None: no momentum and no
+            buffer for it. With Adam, leave it None, and chain
+            `jaxsparse.per_worker(optax.scale_by_adam())` before the exchange: Adam behind it has
+            moments of what arrives, and trains worse.
+        nesterov: True: Nesterov's momentum. With u = momentum u + g, a step adds g + momentum u
+            instead of u. None or False: it adds u.
+        decay: factor of the residual in each step, in [0, 1]. None: 1, so that nothing is ever
+            dropped. 0: what is not sent is dropped. Without a delay the state then has no
+            residual.
+        delay: 0 or None: exchange this step's gradients. 1: exchange the residual of earlier
+            gradients, so that the exchange can overlap the backward pass.
+        is_dense: function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape:
+            whether the leaf travels uncompressed. None: vectors, scalars and leaves below 1024
+            elements do.
+        when_skipped: "nan": the update of a skipped step is NaN, on all workers alike, for trainers
+            whose own dynamic loss scale or watch looks for updates that are not finite. The state
+            is that of any skipped step. None or "zero": it is zero, so that nothing behind breaks.
+        accumulator_dtype: dtype of the residual and momentum of compressed leaves between steps.
+            None: float32. "bfloat16" halves their memory and rounds them at random.
+        bucket_size: largest number of elements of a bucket. None: one bucket. Several buckets are
+            exchanged one after the other, which takes less memory. They share the budget in
+            proportion to their sizes.
+        mesh: mesh of the workers, where neither arrays and their types nor `jax.set_mesh` tell it.
+        workers: number of workers to simulate on one device, without a mesh.
+        specs: partitions of the parameters over the other axes of the mesh, for where parameters do
+            not show them: a tree of `PartitionSpec`, `NamedSharding`, or of arrays or shapes that
+            have a sharding, or a prefix of it; an abstract `flax.nnx` model; or a training state
+            with `params`. Real arrays would be kept alive: give shapes.
 
     Returns:
-        A transformation. `init` needs no axis and returns one worker's state, for `jaxsparse.shard`
-        to spread, or with `mesh` a state that is spread already. `update` takes gradients with a
-        row for each worker (`jaxsparse.value_and_grad`), or where `axis_name` is bound a worker's.
+        An Optax transformation, see `Exchange`. `init` needs no axis and returns one worker's
+        state, for `jaxsparse.shard` to spread, or with `mesh` a state that is spread already.
+        `update` takes gradients with a row for each worker (`jaxsparse.value_and_grad`), or where
+        `axis_name` is bound a worker's.
         Call it under `jax.jit`: outside, each call compiles the exchange anew.
 
     Raises:
+        TypeError: there is no option of that name.
         ValueError: settings out of range. From `init`: no leaf is compressed under the default
             rule, the budget does not fit, partitions over inner axes are not known, or see
             `jaxsparse.layout.plan`. From `update`: the axis is not bound, the state belongs to
             another tree, mesh or to several workers, or the gradients are already summed.
     """
-
-    reducer: Reducer
-
-    @property
-    def tree_reducer(self) -> Reducer:
-        """The reducer of the whole tree."""
-        return check_reducer(self.reducer)
-
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        return _feedback(_one_rule(self.tree_reducer, self.is_dense), self)
+    check_names(options, Options, check_reducer(reducer))
+    setup = Setup(_one_rule(reducer, is_dense), reducer, **options)
+    return Exchange(setup.init, setup.update)
 
 
-error_feedback = as_function(ErrorFeedback, "error_feedback")
-
-
-@dataclasses.dataclass(frozen=True)
-class SystemOptions(LeafOptions):
-    """The settings of a system, with the options that all share.
-
-    Derived classes have the reducer as their other base, whose fields are then the settings. Or
-    they declare settings of their own, and `tree_reducer` makes the reducer from them. Each is a
-    class, even if it is empty, because editors and type checkers read its signature: types of
-    Python can't join those of a reducer and of the options in any other way.
-    """
-
-    def __post_init__(self):
-        """The reducer checks its settings, once it is made."""
-
-    @property
-    def tree_reducer(self) -> Reducer:
-        """The reducer of the whole tree."""
-        bases = type(self).__mro__[1:]
-        return part(
-            self, next(k for k in bases if issubclass(k, Reducer) and not issubclass(k, Options))
-        )
-
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        return _feedback(_one_rule(self.tree_reducer, self.is_dense), self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Partition(StepOptions):
+def partition(
+    policy: Policy | Mapping[str, Rule], default: Rule = None, **options: Unpack[StepOptions]
+) -> Exchange:
     """Error feedback with different reducers for different leaves.
 
     Leaves with equal reducers are laid end to end and exchanged as one vector. So a reducer whose
-    settings are totals (`jaxsparse.systems.SketchedSGD`) has them for these leaves together. All
+    settings are totals (`jaxsparse.reducers.SketchedSGD`) has them for these leaves together. All
     uncompressed leaves travel in one message. Residuals, momentum and composition are those of
-    `error_feedback`.
+    `exchange`.
 
     Parallax's hybrid (Kim et al., EuroSys 2019) gathers sparse gradients and all-reduces dense
-    ones. It is `partition({"embedding": jaxsparse.systems.SparseAllGather(...)})`.
+    ones. It is `partition({"embedding": jaxsparse.reducers.SparseAllGather(...)})`.
 
     Args:
         policy: a function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape that
@@ -194,112 +430,25 @@ class Partition(StepOptions):
             expressions to reducers and None: the first expression found anywhere in the path
             counts.
         default: the reducer, or None, for leaves that no expression of the mapping matches.
+        options: those of `exchange`, but `is_dense`.
 
     Raises:
         ValueError: from here: an expression is not valid. From `init` and `update`: an expression
             matches no leaf that earlier ones left, the policy returns neither a reducer nor None,
-            or see `error_feedback`.
+            or see `exchange`.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jaxsparse.systems import TopK
+        >>> from jaxsparse.reducers import TopK
         >>> tx = partition({"embedding": TopK(0.01)}, axis_name=None)
         >>> grads = {"embedding": jnp.ones((64, 32)), "kernel": jnp.ones((32, 32))}
         >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         >>> int(updates["embedding"].sum()), int(updates["kernel"].sum())
         (21, 1024)
     """
-
-    policy: Policy | Mapping[str, Rule]
-    default: Rule = None
-
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        return _feedback(_by_policy(self.policy, self.default), self)
-
-
-partition = as_function(Partition, "partition")
-
-
-def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformationExtraArgs:
-    """The transformation that exchanges each leaf as the rules say."""
-    axis_name, momentum = options.axis_name, options.momentum
-    check_momentum(momentum)
-    nesterov = is_nesterov(options.nesterov, momentum)
-    delayed, decay = is_delayed(options.delay), decay_factor(options.decay)
-    of_skipped = skipped_update(options.when_skipped, options.delay)
-    dtype = accumulator(options.accumulator_dtype)
-    bucket_size, mesh, workers = options.bucket_size, options.mesh, options.workers
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ValueError(
-            f"mesh={mesh!r} must be a jax.sharding.Mesh or None (optax.inject_hyperparams calls "
-            "meshes, as it calls schedules: name mesh and specs in its static_args)"
-        )
-
-    def plan_of(tree: Any, placement: Placement | None) -> TreePlan:
-        reducers = rules(tree) if jax.tree.leaves(tree) else []
-        if placement is None:
-            return _plan(tree, reducers, bucket_size)
-        own, reducers, dense_elements = shards(tree, reducers, placement)
-        return _plan(own, reducers, bucket_size, placement.devices, dense_elements)
-
-    def store_of(inner: tuple[str, ...]) -> StateStore:
-        keeps_residual = delayed or decay != 0  # a delayed exchange is of the residual
-        return StateStore(
-            Axes(axis_name, inner), momentum is not None, delayed, keeps_residual, dtype
-        )
-
-    def init(params: Any) -> ErrorFeedbackState:
-        rows = place_rows(params, axis_name, mesh, workers, options.specs)
-        plan = plan_of(params, rows.placement)
-        state = store_of(()).init(plan)
-        if axis_name is None:
-            state = typed_as(params, state)
-        state = spread(state, params, rows, plan.compressed)
-        return without_params(state) if is_stand_in(params) else state
-
-    def update(
-        updates: Any,
-        state: ErrorFeedbackState,
-        params: Any = None,
-        *,
-        exchange_by: Callable[..., Exchanged] = exchange,  # or a half of it, see `by_message`
-        **extra_args: Any,
-    ) -> tuple[Any, ErrorFeedbackState]:
-        check_made(state, ErrorFeedbackState)
-        if has_nothing(updates, state):
-            return updates, state
-        is_bound = wire.is_bound(axis_name)  # so this is one worker's code
-        shapes: Any = updates  # at least the shapes of one worker's
-        found: AnyMesh | None = mesh
-        if not is_bound:
-            updates, shapes, _, found = read_rows(updates, state, params, axis_name, mesh, workers)
-            check_extra_args(updates, extra_args)
-        plan = plan_of(shapes, Placement.of(state.placement))
-        if is_bound:
-            Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more
-            check_own(updates, params, axis_name)
-
-        def on_device(
-            updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
-        ) -> tuple[Any, ErrorFeedbackState]:
-            store = store_of(inner)
-            settings = Settings(store.axes, momentum, delayed, decay, nesterov)
-            carried = store.load(state, plan)
-            buckets, dense = plan.layout.flatten(updates)
-            done = exchange_by(buckets, dense, carried, plan, settings)
-            delivered = plan.layout.unflatten(done.means, done.dense_mean)
-            if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
-                done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
-            if of_skipped != 0:
-                delivered = jax.tree.map(lambda x: jnp.where(done.ok, x, of_skipped), delivered)
-            return delivered, store.save(done, state, plan)
-
-        run = in_worker if is_bound else over_rows
-        # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
-        with jax.disable_jit(False):
-            return run(on_device, updates, state, momentum, found, axis_name, plan.compressed)
-
-    return optax.GradientTransformationExtraArgs(init, on_plain_arrays(update))
+    check_names(options, StepOptions)
+    setup = Setup(_by_policy(policy, default), None, **options)
+    return Exchange(setup.init, setup.update)
 
 
 def _one_rule(reducer: Reducer, is_dense: IsDense | None) -> Rules:
@@ -342,7 +491,7 @@ def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
     if not isinstance(policy, Mapping) or not all(isinstance(rule, str) for rule in policy):
         raise ValueError(
             f"policy={policy!r} must be a function of path and shape, or a mapping from regular "
-            'expressions to reducers: {"embedding": jaxsparse.systems.S2(...)}'
+            'expressions to reducers: {"embedding": jaxsparse.reducers.S2(...)}'
         )
     try:
         return {re.compile(rule): reducer for rule, reducer in policy.items()}

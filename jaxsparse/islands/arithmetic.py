@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked, own_leaves
-from jaxsparse.feedback import by_message
+from jaxsparse.feedback import Exchange
 from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import (
@@ -72,7 +72,7 @@ class Arithmetic:
 
     def __init__(
         self,
-        exchange: optax.GradientTransformationExtraArgs,
+        exchange: Exchange,
         optimizer: optax.GradientTransformation,
         params: Select,
         weighted: bool = False,
@@ -213,7 +213,7 @@ class Arithmetic:
         finite = all_finite(jax.tree.leaves(own))
         moved = displacement(*(part_of(tree, places[part]) for tree in (origin, own)))
         moved = jax.tree.map(lambda x: jnp.where(finite, x, 0), moved)
-        words, posted = by_message.post(self._exchange, moved, outer[part][0], rank=rank)
+        words, posted = self._exchange.post(moved, outer[part][0], rank=rank)
         # What it has not moved must look so in its own precision.
         origin = jax.tree.map(lambda g, w: widened(narrow(g, w.dtype)), origin, own)
         here = jax.tree.map(lambda w: jnp.copy(widened(w)), own)
@@ -234,9 +234,7 @@ class Arithmetic:
         """What follows for all, and whether it counts: if a sum overflows, all stay as before."""
         places, (sent, moments) = self._places(before.params)[part], before.outer[part]
         params = part_of(before.params, places)
-        mean, sent = by_message.receive(
-            self._exchange, messages, begun.posted, params, sent, weights=weights
-        )
+        mean, sent = self._exchange.receive(messages, begun.posted, params, sent, weights=weights)
         updates, moments = self._optimizer.update(mean, moments, params)
         after = Shared(optax.apply_updates(params, updates), ((sent, moments),))
         equal = map_marked(lambda x, own: 0 if own else x, after)
@@ -253,7 +251,7 @@ class Arithmetic:
         """
         params, (sent, moments) = before.params, before.outer[part]
         words, like = begun.words[None], part_of(params, self._places(params)[part])
-        _, sent = by_message.receive(self._exchange, words, begun.posted, like, sent, counts=counts)
+        _, sent = self._exchange.receive(words, begun.posted, like, sent, counts=counts)
         return _with(before.outer, part, (sent, moments))
 
     def _go_on(self, worker: Any, begun: Begun, params: Any) -> tuple[Any, Bool[Array, ""]]:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jaxsparse.arrays.layout import narrow
 from jaxsparse.islands import snapshots as stored
 from jaxsparse.islands.arithmetic import Arithmetic, Begun, Shared
-from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.processes import check_alike, lead
 from jaxsparse.islands.protocol import Rounds
+from jaxsparse.islands.round import Report, Round
 from jaxsparse.islands.store import Objects, check_name
 from jaxsparse.outer.worker import check_unpacked
 
@@ -98,7 +98,7 @@ class Member:
         self._began = self.clock()
         return joined._replace(worker=self.arithmetic.copy(joined.worker))
 
-    def _begin_life(self, state: Any, settings: Mapping[str, Any]) -> tuple[IslandState, Exchange]:
+    def _begin_life(self, state: Any, settings: Mapping[str, Any]) -> tuple[IslandState, Round]:
         """The state from which a life begins, and the replay of the rounds since."""
         check_unpacked(state, IslandState, "train.like(state)")
         is_saved = isinstance(state, IslandState)
@@ -129,11 +129,11 @@ class Member:
             state = IslandState(worker, *shared, round, 0, 0.0, self.rank)
         self.rounds.life = lead(self.rounds.begin_life)
         shared = Shared(state.params, state.outer)
-        return state, Exchange(self, shared, state.round, self.begin_idle(shared, state.round))
+        return state, Round(self, shared, state.round, self.begin_idle(shared, state.round))
 
     def begin(
         self, state: IslandState, loss: float | None = None
-    ) -> tuple[IslandState, Exchange | None]:
+    ) -> tuple[IslandState, Round | None]:
         """Ends the local steps of a round: the state to go on from, and the exchange to advance.
 
         If parameters are not finite, there is no exchange: the island starts the round anew.
@@ -146,9 +146,7 @@ class Member:
             worker = self.arithmetic.put_back(state.worker, state.params)
             return state._replace(worker=worker, steps=0, weight=0.0), None
         weight = state.weight if self.arithmetic.is_weighted else 1.0
-        exchange = Exchange(
-            self, shared, state.round, begun, begun, weight, took, loss, is_late=False
-        )
+        exchange = Round(self, shared, state.round, begun, begun, weight, took, loss, is_late=False)
         return state._replace(steps=0), exchange
 
     def begin_idle(self, shared: Shared, round: int) -> Begun:
@@ -166,7 +164,7 @@ class Member:
     def _narrowed(self, params: Any) -> Any:
         return jax.tree.map(narrow, params, self.dtypes)
 
-    def finish(self, state: IslandState, exchange: Exchange) -> IslandState:
+    def finish(self, state: IslandState, exchange: Round) -> IslandState:
         """The state after an exchange, with the moves that the island made meanwhile."""
         if not exchange.is_done:
             raise RuntimeError(f"the exchange of round {exchange.round} is not at its end")

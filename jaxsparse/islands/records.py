@@ -152,7 +152,7 @@ def words_of(body: memoryview, words: int) -> np.ndarray:
     if len(body) != 4 * words:
         raise BrokenError(f"it has {len(body)} bytes of words, and this run's messages {4 * words}")
     found = np.frombuffer(body, "<u4")
-    # The first word is a flag, see `feedback.by_message`.
+    # The first word is a flag, see `feedback.messages`.
     if found[0]:
         raise BrokenError("it says that its values are not finite")
     return found

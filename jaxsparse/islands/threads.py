@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxsparse.islands.exchange import Exchange
 from jaxsparse.islands.processes import is_first, lead
+from jaxsparse.islands.round import Round
 from jaxsparse.islands.store import UnreachableError
 
 # Threads that may be at work as Python ends.
@@ -118,7 +118,7 @@ class RunningExchange(Asking):
     is done by all, in their main threads and where the result is awaited: see `processes`.
     """
 
-    def __init__(self, exchange: Exchange, silence: Silence) -> None:
+    def __init__(self, exchange: Round, silence: Silence) -> None:
         self.exchange, work = exchange, exchange.advance
         if not _may_compute_in_a_thread(exchange):
             exchange.prepare()
@@ -145,7 +145,7 @@ class RunningExchange(Asking):
             pass
         return not self._has_ended.is_set()
 
-    def result(self, seconds: float) -> Exchange | None:
+    def result(self, seconds: float) -> Round | None:
         """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
         end = time.monotonic() + seconds
         while lead(self._comes_to_its_end, end):
@@ -173,7 +173,7 @@ class RunningExchange(Asking):
         return False
 
 
-def _may_compute_in_a_thread(exchange: Exchange) -> bool:
+def _may_compute_in_a_thread(exchange: Round) -> bool:
     """Whether programs may start beside those of training.
 
     Programs with collectives must start in one order on all devices, which two threads don't keep.

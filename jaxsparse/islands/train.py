@@ -1,7 +1,7 @@
 """Training on an island: local steps, and beside them a thread that exchanges with others.
 
 The way of a round: `__call__` makes steps. After `every`, `_begin` has `Member.begin` compute a
-message, and a `RunningExchange` calls `Exchange.advance`: it posts, asks `Rounds.decide`, reads
+message, and a `RunningExchange` calls `Round.advance`: it posts, asks `Rounds.decide`, reads
 what counts, and computes the next round's parameters (`_absorb`, `Arithmetic.outer_step`). After
 `overlap` more steps `_finish` takes these, with the moves made meanwhile (`Member.finish`). `join`
 replays the rounds since a snapshot in the same way, without a message.
@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.settings import Stages, static_count, static_float
+from jaxsparse.feedback import Exchange
 from jaxsparse.islands.arithmetic import Arithmetic, Shared, has_residual, structs
-from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.processes import is_first, lead
 from jaxsparse.islands.records import WEIGHTS
+from jaxsparse.islands.round import Report, Round
 from jaxsparse.islands.store import Objects, UnreachableError
 from jaxsparse.islands.threads import Asking, RunningExchange, Silence
 from jaxsparse.outer.local_steps import params_of
@@ -122,7 +123,7 @@ class Islands:
     def __init__(
         self,
         step: Step,
-        exchange: optax.GradientTransformationExtraArgs,
+        exchange: Exchange,
         optimizer: optax.GradientTransformation,
         store: Objects,
         *,
@@ -418,7 +419,7 @@ class Islands:
             )
         return True
 
-    def _prepare(self, exchange: Exchange, part: int) -> None:
+    def _prepare(self, exchange: Round, part: int) -> None:
         """Compiles for a member fewer than in the last round, beside training.
 
         Else the first round after the death of a member would wait for that, after `grace`.

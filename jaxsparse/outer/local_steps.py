@@ -30,6 +30,7 @@ from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.meshes import inner_axes
 from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.feedback import Exchange
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.parallel import run_on_workers
@@ -171,7 +172,7 @@ class LocalSteps:
     def __init__(
         self,
         step: Step,
-        exchange: optax.GradientTransformation,
+        exchange: Exchange,
         optimizer: optax.GradientTransformation,
         mesh: Mesh | int,
         *,

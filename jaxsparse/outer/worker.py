@@ -19,7 +19,8 @@ from jaxsparse.comm.marks import PerWorker, key_name, map_marked, own_leaves
 from jaxsparse.comm.meshes import kind_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback.options import check_transformation
-from jaxsparse.feedback.store import is_exchange, states_in
+from jaxsparse.feedback.store import states_in
+from jaxsparse.feedback.transformations import Exchange
 from jaxsparse.outer.fragments import Rows, Streaming
 from jaxsparse.training.check import lacks_arguments
 from jaxsparse.training.means import check_counts
@@ -93,21 +94,7 @@ class Worker(NamedTuple):
         params = jax.tree.map(widened, self.params(state))
         parts = range(self.streaming.fragments)
         outer = tuple(self.outer.init(self.part(params, p)) for p in parts)
-        if not is_exchange(outer[0][0]):
-            raise ValueError(
-                f"exchange has a {type(outer[0][0]).__name__} for its state, and is no exchange of "
-                "this library alone: give LocalSteps(step, exchange, optimizer, mesh), such as "
-                'jaxsparse.quantized("int4") and optax.sgd(1.0)'
-            )
         check_optimizer(self.optimizer, outer[0][1], self.part(params, 0))
-        # Workers go on from the global parameters. With a delay these would lack the moves just
-        # exchanged, so that workers would lose them for H steps, and the last ones for ever.
-        if any(one.is_delayed for one in states_in(outer)):
-            raise ValueError(
-                "exchange has delay=1, but workers would go on without the "
-                "displacements that it holds back: leave delay out. To overlap exchanges with "
-                "steps, give LocalSteps streaming=jaxsparse.outer.Streaming(fragments, overlap=1)"
-            )
         return LocalState(
             worker=PerWorker.wrap(state),
             params=params,
@@ -322,9 +309,22 @@ def stepped(step: Step, worker: Any, *args: Any) -> tuple[Any, Any]:
 
 
 def check_exchange(exchange: Any, optimizer: Any) -> None:
-    """Raises ValueError unless they are transformations of Optax."""
-    check_transformation("exchange", exchange, 'jaxsparse.quantized("int4")')
+    """Raises ValueError unless they are an exchange, without a delay, and an optimizer of Optax."""
+    if not isinstance(exchange, Exchange):
+        raise ValueError(
+            f"exchange={exchange!r} is no exchange of this library alone: give an exchange and an "
+            'optimizer that applies its means, such as jaxsparse.quantized("int4") and '
+            "optax.sgd(1.0)"
+        )
     check_transformation("optimizer", optimizer, "optax.sgd(1.0)")
+    # Workers go on from the global parameters. With a delay these would lack the moves just
+    # exchanged, so that workers would lose them for H steps, and the last ones for ever.
+    if exchange.setup.is_delayed:
+        raise ValueError(
+            "exchange has delay=1, but workers would go on without the displacements that it holds "
+            "back: leave delay out. To overlap exchanges with steps, give LocalSteps "
+            "streaming=jaxsparse.outer.Streaming(fragments, overlap=1)"
+        )
 
 
 def check_memory(state: Any) -> None:

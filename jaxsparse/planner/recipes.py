@@ -9,9 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import optax
-
-from jaxsparse import systems
+from jaxsparse import exchanges
+from jaxsparse.feedback import Exchange
 
 MEASURED = "a transformer of 136,384 parameters, 8 workers and 2,000 steps"
 # Standard deviation over seeds of recipes that have several, for those that have one.
@@ -36,29 +35,29 @@ class Cost(NamedTuple):
 
 
 class RecipeExchange(NamedTuple):
-    """One of the systems with its settings."""
+    """One of the exchanges with its settings."""
 
-    system: Callable[..., optax.GradientTransformationExtraArgs]
+    make: Callable[..., Exchange]
     args: tuple[str | int, ...]
     settings: Mapping[str, Any]
     passes: float  # computing of an exchange on an H100, in reads and writes of the vector
 
-    def transformation(self, **options: Any) -> optax.GradientTransformationExtraArgs:
-        return self.system(*self.args, **self.settings, **options)
+    def transformation(self, **options: Any) -> Exchange:
+        return self.make(*self.args, **self.settings, **options)
 
     def written(self, **options: str) -> str:
         """The same as Python, with options as Python."""
         settings = {**{name: repr(value) for name, value in self.settings.items()}, **options}
         given = [*map(json.dumps, self.args), *(f"{name}={x}" for name, x in settings.items())]
-        return f"jaxsparse.{self.system.__name__}({', '.join(given)})"
+        return f"jaxsparse.{self.make.__name__}({', '.join(given)})"
 
 
 # Formats of fewer bits compute as int8 does, which was timed with 4 and with 32 workers. The time
 # of chunks grows with the workers: 9 passes for 2, 37 for 32. These are for 8.
 EXCHANGES = {
-    "dense": RecipeExchange(systems.dense, (), {}, 2.3),
-    **{x: RecipeExchange(systems.quantized, (x,), {}, 9.3) for x in ("int4", "int2", "sign")},
-    "top 1/8": RecipeExchange(systems.chunked_top_k, (512,), {"decay": 0.95}, 16.8),
+    "dense": RecipeExchange(exchanges.dense, (), {}, 2.3),
+    **{x: RecipeExchange(exchanges.quantized, (x,), {}, 9.3) for x in ("int4", "int2", "sign")},
+    "top 1/8": RecipeExchange(exchanges.chunked_top_k, (512,), {"decay": 0.95}, 16.8),
 }
 
 
@@ -71,7 +70,7 @@ def island_options(exchange: str) -> dict[str, tuple[str, Any]]:
     options: dict[str, tuple[str, Any]] = {"axis_name": ("None", None)}
     if exchange != "dense":
         options["is_dense"] = "lambda *_: False", lambda *_: False
-    if EXCHANGES[exchange].system is systems.quantized:
+    if EXCHANGES[exchange].make is exchanges.quantized:
         options["gather"] = "True", True
     return options
 

@@ -16,7 +16,7 @@ from jaxsparse.codecs.codec import COO
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.comm.links import Link
 from jaxsparse.planner.measuring import interleaved
-from jaxsparse.systems.dragonn import extractor
+from jaxsparse.reducers.dragonn import extractor
 
 
 def time_codec(

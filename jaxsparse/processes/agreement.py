@@ -19,7 +19,7 @@ from jaxsparse.processes.group import ProcessGroup
 # Seconds for which the first process, which keeps the notes, stays until the others have read them.
 _FAREWELL = 5.0
 # Where the operations of an exchange stand, in the place of an operation.
-_ROOMS = "arrays", "quantize", "select", "codecs", "sketch", "collectives", "reducers", "systems"
+_ROOMS = "arrays", "quantize", "select", "codecs", "sketch", "collectives", "reducers"
 _EXCHANGES = [f"/jaxsparse/{room}/" for room in _ROOMS]
 _FILES = 5  # number of files with differences that a message names
 
@@ -130,7 +130,7 @@ def _difference(group: ProcessGroup, theirs: list[str], mine: list[str]) -> str:
     # A program has no settings, such as a format, and all that follows from a difference differs.
     place = next((text for text in ours if ".py:" in text), "")
     is_exchange = any(room in place for room in _EXCHANGES)
-    advice = "Exchanges differ in system or settings (format, density). " if is_exchange else ""
+    advice = "Exchanges differ in reducer or settings (format, density). " if is_exchange else ""
     return (
         f"process {me} calls {mine[0]!r} and process {first} calls {theirs[0]!r}, which differ. "
         f"Process {me} has: {only(ours)}. Process {first} has: {only(others)}. {advice}Start "

@@ -220,7 +220,7 @@ def check_reducer(reducer: Any, place: str = "reducer=") -> Reducer:
     """
     if not isinstance(reducer, Reducer):
         raise ValueError(
-            f"{place}{reducer!r} must be a reducer, such as jaxsparse.systems.TopK(0.01)"
+            f"{place}{reducer!r} must be a reducer, such as jaxsparse.reducers.TopK(0.01)"
         )
     try:
         hash(reducer)
@@ -243,7 +243,7 @@ class Gathered(Reducer):
     """A reducer whose exchange is one message from each worker, which all workers read.
 
     Its messages need no collective: whoever has read some workers' messages, in one order, knows
-    their sums, bit for bit. (`feedback/by_message.py` hands those of a whole tree around.)
+    their sums, bit for bit. (`feedback/messages.py` hands those of a whole tree around.)
     """
 
     @abc.abstractmethod

@@ -136,16 +136,16 @@ def warm_up(reducer: Reducer, *, steps: int, first: float = 0.25, stages: int = 
 
     Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3) warms up over four epochs, from
     25 % by factors of 4. A warm-up is not dense training: momentum that is masked where entries are
-    sent (see `error_feedback`) hardly builds up at a high density.
+    sent (see `exchange`) hardly builds up at a high density.
 
     Args:
         reducer: the reducer of the last stage, with a `density`, such as
-            `jaxsparse.systems.TopK(0.001)`.
+            `jaxsparse.reducers.TopK(0.001)`.
         steps: the number of steps before the last stage.
         first: the density of the first stage, in [the reducer's, 1].
         stages: the number of stages before the last.
 
-    >>> from jaxsparse.systems import TopK
+    >>> from jaxsparse.reducers import TopK
     >>> staged = warm_up(TopK(0.25 / 4**2), steps=200, stages=2)
     >>> [each.density for each in staged.reducers], staged.boundaries
     ([0.25, 0.0625, 0.015625], (100, 200))
@@ -154,8 +154,8 @@ def warm_up(reducer: Reducer, *, steps: int, first: float = 0.25, stages: int = 
     if not isinstance(last, numbers.Real):
         raise ValueError(
             f"reducer={reducer!r} has no density that could fall: give a reducer that has, as in "
-            "jaxsparse.error_feedback(jaxsparse.warm_up(systems.TopK(0.001), steps=400)), "
-            "or jaxsparse.systems.Staged of reducers"
+            "jaxsparse.exchange(jaxsparse.warm_up(reducers.TopK(0.001), steps=400)), "
+            "or jaxsparse.reducers.Staged of reducers"
         )
     if not last <= first <= 1:
         raise ValueError(f"first={first} must lie between the reducer's density, {last}, and 1")

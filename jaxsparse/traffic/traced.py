@@ -61,7 +61,7 @@ def traced_bytes(
         ValueError: the axis is not that of the transformation, a loop that communicates has no
             static length, or a primitive that names the axis is unknown.
 
-    >>> from jaxsparse.systems import TopK
+    >>> from jaxsparse.reducers import TopK
     >>> moved = traced_bytes(TopK(density=0.01), 1_000_000, workers=1024)
     >>> moved.payload, moved.received
     (80000, 81840000)

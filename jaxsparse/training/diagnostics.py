@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxsparse.arrays.magnitude import norms
 from jaxsparse.comm import wire
-from jaxsparse.feedback.exchange import count_moved, saturating_sum
+from jaxsparse.feedback.step import count_moved, saturating_sum
 from jaxsparse.feedback.store import states_in
 from jaxsparse.processes.group import group_with
 from jaxsparse.training.zero1 import Zero1State

@@ -28,15 +28,15 @@ from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.exchange import count_moved, exchange_dense, where_ok
 from jaxsparse.feedback.front import means_in_check
 from jaxsparse.feedback.options import check_transformation, leaves_rule
 from jaxsparse.feedback.rows import check_extra_args, read_rows
+from jaxsparse.feedback.step import count_moved, exchange_dense, where_ok
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
 from jaxsparse.quantize.quantizer import check_feedback
 from jaxsparse.reducers.base import Info, info
-from jaxsparse.systems.quantized import Quantized
+from jaxsparse.reducers.quantized import Quantized
 from jaxsparse.training.ownership import Ownership
 
 

@@ -5,18 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from cases import CASES
 from steps import AS_USERS
+from table import SYSTEMS
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import PerWorker, codecs, quantize, systems
-from jaxsparse.feedback.by_message import message_words, post, receive
+from jaxsparse import PerWorker, codecs, contrib, quantize, reducers
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.reducers.base import Gathered
-from jaxsparse.systems import SYSTEMS
 
 STEPS, BROKEN, HUGE = 4, 1, 3  # steps; that of a NaN; that of a sum that overflows
 OPTIONS = {"momentum": 0.5}  # a power of two, so that a fused multiplication rounds alike
@@ -24,14 +22,14 @@ OPTIONS = {"momentum": 0.5}  # a power of two, so that a fused multiplication ro
 
 # All reducers of one message.
 REDUCERS = {
-    "chunked": systems.ChunkedTopK(2, 64),
-    "demo": systems.DeMo(2, 8),
-    "dense": systems.Dense(),
-    "dragonn": systems.Dragonn(0.03),
-    "eighths": systems.GatheredQuantized(quantize.QSGD(4, 64), seed=1),
-    "exact": systems.TopK(0.4, codec=codecs.Packed()),
-    "ternary": systems.GatheredQuantized(quantize.Format("ternary", 64), "nearest"),
-    "top": systems.TopK(0.03),
+    "chunked": reducers.ChunkedTopK(2, 64),
+    "demo": contrib.DeMo(2, 8),
+    "dense": reducers.Dense(),
+    "dragonn": reducers.Dragonn(0.03),
+    "eighths": reducers.GatheredQuantized(quantize.QSGD(4, 64), seed=1),
+    "exact": reducers.TopK(0.4, codec=codecs.Packed()),
+    "ternary": reducers.GatheredQuantized(quantize.Format("ternary", 64), "nearest"),
+    "top": reducers.TopK(0.03),
 }
 MIXED = {**dict.fromkeys(REDUCERS, jnp.zeros((24, 25))), "bias": jnp.zeros(25)}
 USUAL = {"kernel": jnp.zeros((40, 30)), "bias": jnp.zeros(30, jnp.bfloat16)}
@@ -81,11 +79,11 @@ def check(make, params, workers, **options):
     step = lambda state, own: together.update(jax.tree.map(lambda x: x[0], own), state)[::-1]
     jit = functools.partial(jax.jit, compiler_options=AS_USERS)  # or sums may be fused elsewhere
     step = jit(run_on_workers(step, workers))
-    posts = jit(lambda g, state, rank: post(alone, g, state, rank=rank))
-    receives = jit(lambda *given: receive(alone, *given))
+    posts = jit(lambda g, state, rank: alone.post(g, state, rank=rank))
+    receives = jit(lambda *given: alone.receive(*given))
     state = jaxsparse.shard(together.init(params), workers)
     states = [alone.init(params)] * workers
-    words = message_words(alone, params, states[0])
+    words = alone.message_words(params, states[0])
     for t in range(STEPS):
         state, updates = step(state, gradients[t])
         own = [jax.tree.map(lambda x, w=w: x[w], gradients[t]) for w in range(workers)]
@@ -101,7 +99,8 @@ def check(make, params, workers, **options):
 
 
 def test_all_reducers_of_one_message_are_here():
-    kinds = {name for name in dir(systems) if is_one_message(getattr(systems, name))}
+    made = vars(reducers) | vars(contrib)
+    kinds = {name for name, x in made.items() if is_one_message(x)}
     assert kinds == {type(reducer).__name__ for reducer in REDUCERS.values()}
 
 
@@ -113,7 +112,7 @@ def test_messages_of_all_reducers_equal_a_collective(workers):
 
 def words_of(make, **options):
     tx = make(**{"axis_name": None, **options})
-    return message_words(tx, USUAL, jax.eval_shape(tx.init, USUAL))
+    return tx.message_words(USUAL, jax.eval_shape(tx.init, USUAL))
 
 
 def made(name, variant):
@@ -133,32 +132,34 @@ def test_all_other_systems_are_refused_by_name(row):
 
 def test_messages_have_the_size_that_their_words_say():
     dense = lambda path, shape: "bias" in path
-    assert words_of(lambda **options: systems.top_k(0.01, is_dense=dense, **options)) == 1 + 30 + 24
-    assert words_of(systems.dense) == 1 + 1200 + 30
-    assert systems.TopK(0.01).words(1200) == 24
-    assert systems.TopK(0.9).words(1200) == 1200  # as a dense array
+    assert (
+        words_of(lambda **options: jaxsparse.top_k(0.01, is_dense=dense, **options)) == 1 + 30 + 24
+    )
+    assert words_of(jaxsparse.dense) == 1 + 1200 + 30
+    assert reducers.TopK(0.01).words(1200) == 24
+    assert reducers.TopK(0.9).words(1200) == 1200  # as a dense array
 
 
 def test_what_is_no_exchange_of_one_message_is_refused():
-    staged = systems.Staged((systems.TopK(0.1), systems.TopK(0.01)), (5,))
+    staged = reducers.Staged((reducers.TopK(0.1), reducers.TopK(0.01)), (5,))
     for make, text in (
-        (lambda **options: jaxsparse.error_feedback(staged, **options), "TopK changes in"),
-        (lambda **options: systems.top_k(0.1, **{**options, "axis_name": "data"}), "axis_name='da"),
-        (lambda **options: systems.top_k(0.1, delay=1, **options), "delay=1 exchanges the last"),
-        (lambda **options: optax.sgd(0.1), "give an exchange of one message"),
-        (lambda **options: optax.chain(systems.dense(**options)), "or a wrapper around it"),
-        (lambda **options: jaxsparse.ef21_sgdm(systems.TopK(0.1), **options), "adds up the means"),
+        (lambda **options: jaxsparse.exchange(staged, **options), "TopK changes in"),
+        (
+            lambda **options: jaxsparse.top_k(0.1, **{**options, "axis_name": "data"}),
+            "axis_name='da",
+        ),
+        (lambda **options: jaxsparse.top_k(0.1, delay=1, **options), "delay=1 exchanges the last"),
     ):
         with pytest.raises(ValueError, match=text):
             words_of(make)
 
 
 def test_messages_that_do_not_fit_are_refused():
-    tx = systems.top_k(0.01, axis_name=None)
+    tx = jaxsparse.top_k(0.01, axis_name=None)
 
     def step(messages):
         state = tx.init(USUAL)
-        return receive(tx, messages, post(tx, USUAL, state)[1], USUAL, state)
+        return tx.receive(messages, tx.post(USUAL, state)[1], USUAL, state)
 
     for shape, dtype, text in (
         ((1, 54), jnp.uint32, "another size"),
@@ -173,13 +174,13 @@ def test_messages_that_do_not_fit_are_refused():
 
 def jitted(tx):
     """What posts and what receives."""
-    receives = jax.jit(functools.partial(receive, tx), static_argnames="counts")
-    return jax.jit(functools.partial(post, tx)), receives
+    receives = jax.jit(tx.receive, static_argnames="counts")
+    return jax.jit(tx.post), receives
 
 
 def test_a_worker_that_is_late_keeps_what_it_sent():
     """Residuals and means add up to what workers had, and the late one gets the others' mean."""
-    tx = jaxsparse.partition({"kernel": systems.TopK(0.03)}, axis_name=None)
+    tx = jaxsparse.partition({"kernel": reducers.TopK(0.03)}, axis_name=None)
     whole = {"kernel": jnp.arange(1200.0).reshape(40, 30), "bias": jnp.zeros(30)}
     own = [jax.tree.map(lambda x, w=w: (w + 1) * x, whole) for w in range(3)]
     state = tx.init(whole)
@@ -197,7 +198,7 @@ def test_a_worker_that_is_late_keeps_what_it_sent():
 
 @pytest.mark.parametrize("broken", [jnp.nan, jnp.inf])
 def test_a_late_worker_leaves_out_a_gradient_that_is_not_finite(broken):
-    tx = jaxsparse.partition({"kernel": systems.TopK(0.03)}, axis_name=None, momentum=0.5)
+    tx = jaxsparse.partition({"kernel": reducers.TopK(0.03)}, axis_name=None, momentum=0.5)
     usual = {"kernel": jnp.arange(1200.0).reshape(40, 30)}
     own = [usual, jax.tree.map(lambda x: x.at[0, 0].set(broken), usual)]
     _, state = jax.jit(tx.update)(usual, tx.init(usual))
@@ -214,14 +215,14 @@ def test_a_late_worker_leaves_out_a_gradient_that_is_not_finite(broken):
 def test_a_worker_of_many_devices_sends_the_same_words():
     """Messages are in the order of the leaves, not of a mesh."""
     devices = mesh(4, names=("model",))
-    tx = systems.chunked_top_k(2, 64, axis_name=None)
+    tx = jaxsparse.chunked_top_k(2, 64, axis_name=None)
     gradients = drawn(USUAL, 1)[0]["kernel"][0]
 
     @jax.jit
     def step(gradients):
         state = tx.init(gradients)
-        words, posted = post(tx, gradients, state)
-        return words, receive(tx, words[None], posted, gradients, state)[0]
+        words, posted = tx.post(gradients, state)
+        return words, tx.receive(words[None], posted, gradients, state)[0]
 
     over = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("model"))
     assert bits(step({"kernel": jax.device_put(gradients, over)})) == bits(
@@ -233,9 +234,9 @@ def test_a_worker_of_many_devices_sends_the_same_words():
 @pytest.mark.parametrize("name", some(["top_k", "quantized", "dense"], ["top_k"]))
 def test_a_weight_of_two_is_a_message_twice(name):
     make = {
-        "quantized": functools.partial(systems.quantized, gather=True),
-        "top_k": functools.partial(systems.top_k, 0.3),
-        "dense": systems.dense,
+        "quantized": functools.partial(jaxsparse.quantized, gather=True),
+        "top_k": functools.partial(jaxsparse.top_k, 0.3),
+        "dense": jaxsparse.dense,
     }[name]
     tx = make(axis_name=None)
     own = [jax.tree.map(lambda x, w=w: x[w], drawn(USUAL, 2)[0]) for w in range(2)]
@@ -254,7 +255,7 @@ def test_a_weight_of_two_is_a_message_twice(name):
 
 
 def test_there_is_a_weight_for_each_message():
-    tx = systems.chunked_top_k(2, 64, axis_name=None)
+    tx = jaxsparse.chunked_top_k(2, 64, axis_name=None)
     own = jax.tree.map(lambda x: x[0], drawn(USUAL, 2)[0])
     state = tx.init(own)
     posts, receives = jitted(tx)

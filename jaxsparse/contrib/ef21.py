@@ -1,24 +1,22 @@
 """EF21-SGDM: workers exchange the differences between their momenta and shared estimates."""
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
-from jaxsparse.arrays.layout import narrow, short_names
+from jaxsparse.arrays.layout import IsDense, narrow, short_names
 from jaxsparse.arrays.magnitude import clipped
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
-from jaxsparse.feedback.options import check_momentum, part, skipped_update
+from jaxsparse.feedback.options import check_momentum, skipped_update
 from jaxsparse.feedback.store import ErrorFeedbackState, check_made
-from jaxsparse.feedback.transformations import ErrorFeedback
-from jaxsparse.reducers.base import Reducer
-from jaxsparse.systems.table import system
+from jaxsparse.feedback.transformations import exchange
+from jaxsparse.reducers.base import Reducer, check_reducer
 
 
 class EF21State(NamedTuple):
@@ -30,8 +28,18 @@ class EF21State(NamedTuple):
     steps: UInt32[Array, ""]  # uint32: number of steps that were not skipped
 
 
-@dataclasses.dataclass(frozen=True)
-class _EF21(ErrorFeedback):
+def ef21_sgdm(
+    reducer: Reducer,
+    *,
+    momentum: float | Array | None = 0.9,
+    axis_name: str | None = "data",
+    bucket_size: int | None = None,
+    mesh: Mesh | None = None,
+    workers: int | None = None,
+    specs: Any = None,
+    when_skipped: Literal["zero", "nan"] | None = None,
+    is_dense: IsDense | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """EF21-SGDM (Fatkhullin, Tyurin and Richtarik, NeurIPS 2023): compressed differences.
 
     Where workers' gradients differ, classic error feedback stops at a distance from the minimum
@@ -46,7 +54,7 @@ class _EF21(ErrorFeedback):
 
     The update is g, the mean of all g_w, so all coordinates move in each step. No learning rate
     enters the state, so it may change at any time. Chain an optimizer without momentum behind it:
-    `optax.chain(ef21_sgdm(systems.TopK(0.01)), optax.sgd(0.1))`. (`benchmarks/ef21.py` compares.)
+    `optax.chain(ef21_sgdm(reducers.TopK(0.01)), optax.sgd(0.1))`. (`benchmarks/ef21.py` compares.)
 
     v_w - g_w is the residual of error feedback on the changes of v_w, so C can be any reducer of
     this library that conserves sums, and g_w is not stored. The law is, to rounding,
@@ -61,16 +69,23 @@ class _EF21(ErrorFeedback):
     Each worker holds two arrays like the parameters, v_w and the residual, and one that is equal on
     all workers, g.
 
-    Some options differ here. `momentum` is that of v_w (1 - eta in the paper): 0.9 is usual, and
-    None (or 0) is EF21-SGD, which needs large batches. `nesterov` is refused, because v_w is an
-    average. `decay`, `delay` and a narrow `accumulator_dtype` are refused, because all that fades,
-    overflows on the way, or is rounded would be missing in the estimate for ever.
+    There are fewer options than those of `jaxsparse.exchange`: v_w is an average, and all that
+    fades, overflows on the way, or is rounded would be missing in the estimate for ever.
 
     Args:
-        reducer: C, such as `jaxsparse.systems.TopK(0.01)`, `SparDL(0.01)`, `ChunkedTopK()`.
+        momentum: that of v_w (1 - eta in the paper): 0.9 is usual, and None (or 0) is EF21-SGD,
+            which needs large batches.
+        axis_name: see `jaxsparse.exchange`.
+        bucket_size: see `jaxsparse.exchange`.
+        mesh: see `jaxsparse.exchange`.
+        workers: see `jaxsparse.exchange`.
+        specs: see `jaxsparse.exchange`.
+        when_skipped: see `jaxsparse.exchange`.
+        is_dense: see `jaxsparse.exchange`.
+        reducer: C, such as `jaxsparse.reducers.TopK(0.01)`, `SparDL(0.01)`, `ChunkedTopK()`.
 
     Example:
-        >>> from jaxsparse.systems import TopK
+        >>> from jaxsparse.reducers import TopK
         >>> options = {"axis_name": None, "is_dense": lambda path, shape: False}
         >>> tx = ef21_sgdm(TopK(0.5, selection="exact"), momentum=0.5, **options)
         >>> state, update = tx.init(jnp.zeros(2)), jax.jit(tx.update)
@@ -81,52 +96,27 @@ class _EF21(ErrorFeedback):
         [4.0, 2.0]
         [2.5, 2.0]
     """
-
-    momentum: float | Array | None = dataclasses.field(default=0.9, kw_only=True)
-
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        return _transformation(self)
-
-
-ef21_sgdm = system(
-    _EF21,
-    "ef21_sgdm",
-    summary="[EF21-SGDM](https://arxiv.org/abs/2305.15155): differences of momenta and their "
-    "estimates, by any other reducer",
-    received="the reducer's",
-    law="differences",
-)
-
-
-def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
-    reducer = settings.tree_reducer  # raises if it is no reducer
-    if isinstance(reducer, Reducer) and not reducer.conserves:
+    check_reducer(reducer)
+    if not reducer.conserves:
         raise ValueError(
             f"reducer={reducer} does not conserve sums, so that the estimate would add up its "
             "errors for ever: use one that keeps them in its residual (rounding to nearest, the "
-            "mean over all workers, residuals='global'), such as jaxsparse.systems.TopK(0.01)"
+            "mean over all workers, residuals='global'), such as jaxsparse.reducers.TopK(0.01)"
         )
-    for name, usual, reason in (
-        ("decay", (None, 1), "its residual is what the estimate lacks, and must not fade"),
-        ("delay", (None, 0), "a delayed sum that overflows would be lost"),
-        ("nesterov", (None, False), "its momentum is an average"),
-        (
-            "accumulator_dtype",
-            (None, "float32", jnp.float32),
-            "its residual must not be rounded",
-        ),
-    ):
-        if getattr(settings, name) not in usual:
-            raise ValueError(
-                f"{name}={getattr(settings, name)!r} is not for ef21_sgdm: {reason}. Leave it None"
-            )
-    axis_name, mesh, momentum = settings.axis_name, settings.mesh, settings.momentum
     check_momentum(momentum)
-    of_skipped = skipped_update(settings.when_skipped, settings.delay)
-    feedback = dataclasses.replace(part(settings, ErrorFeedback), momentum=None).transformation()
+    of_skipped = skipped_update(when_skipped, None)
+    feedback = exchange(
+        reducer,
+        axis_name=axis_name,
+        bucket_size=bucket_size,
+        mesh=mesh,
+        workers=workers,
+        specs=specs,
+        is_dense=is_dense,
+    )
 
     def init(params: Any) -> EF21State:
-        rows = meshes.place_rows(params, axis_name, mesh, settings.workers, settings.specs)
+        rows = meshes.place_rows(params, axis_name, mesh, workers, specs)
         start = _start(params, feedback.init(params), rows)
         return start._replace(momentum=wire.varying(start.momentum, axis_name))
 

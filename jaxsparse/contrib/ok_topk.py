@@ -10,12 +10,10 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxsparse.arrays.settings import Count, check_size, entries, static_float
 from jaxsparse.arrays.stream import add_to
-from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
-from jaxsparse.feedback.transformations import SystemOptions
+from jaxsparse.contrib.ok_topk_sum import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
 from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.top_k import SELECTORS
-from jaxsparse.systems.table import system
 
 
 class OkTopkState(NamedTuple):
@@ -86,17 +84,3 @@ class OkTopk(EntryReducer):
         if result.lost:  # at any indices, own entries' among them
             kept = kept.whole(x)
         return sums, kept._replace(residual=functools.reduce(add_to, result.lost, kept.residual))
-
-
-@dataclasses.dataclass(frozen=True)
-class _OkTopk(SystemOptions, OkTopk):
-    pass
-
-
-ok_topk = system(
-    _OkTopk,
-    "ok_topk",
-    summary="[Ok-Topk](https://arxiv.org/abs/2201.07598): thresholds that are reused, balanced "
-    "regions",
-    received="24 C (W-1), C = 2 k/W",
-)

@@ -7,12 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsparse.arrays.settings import entries
-from jaxsparse.collectives.gtopk import gtopk as gtopk_all_reduce
-from jaxsparse.feedback.transformations import SystemOptions
+from jaxsparse.contrib.gtopk_sum import gtopk as gtopk_all_reduce
 from jaxsparse.reducers.base import Conservation, Kept, Sums, keep_merged, marked
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.top_k import SELECTORS
-from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +40,3 @@ class GTopK(EntryReducer):
         discarded = result.residual if self.residuals == "global" else jnp.zeros_like(x)
         selected = marked(stream, x.size)
         return keep_merged(x, result.total, unselected + discarded, selected, state)
-
-
-@dataclasses.dataclass(frozen=True)
-class _GTopK(SystemOptions, GTopK):
-    pass
-
-
-gtopk = system(
-    _GTopK,
-    "gtopk",
-    summary="[gTop-k](https://arxiv.org/abs/1901.04359): k entries left of each sum of two "
-    "workers'",
-    received="8 k log2 W; 8 k (floor(log2 W) + 2) if W is no power of two",
-)

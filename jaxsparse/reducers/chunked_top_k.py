@@ -7,11 +7,9 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse.arrays.settings import at_least, check_k, check_size
 from jaxsparse.codecs.elias_fano import EliasFano
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
 from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
 from jaxsparse.select.groups import count_entries, group_top_k
-from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +30,6 @@ class ChunkedTopK(Gathered):
             Ties go to the lower index. A shorter last chunk sends k entries, too, or all.
         chunk_size: number of consecutive elements in a chunk.
         value_bits: number of bits of a value: 2, 4, 8, 16 (bfloat16) or 32 (exact).
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = chunked_top_k(2, 1024, axis_name=None)
-        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> jnp.flatnonzero(updates["kernel"]).tolist()
-        [1022, 1023, 2046, 2047]
     """
 
     k: int = 64
@@ -69,17 +59,3 @@ class ChunkedTopK(Gathered):
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
         capacity = count_entries(size, self.k, self.chunk_size)
         return decode_entries(messages, capacity, size, self.codec)
-
-
-@dataclasses.dataclass(frozen=True)
-class _ChunkedTopK(SystemOptions, ChunkedTopK):
-    pass
-
-
-chunked_top_k = system(
-    _ChunkedTopK,
-    "chunked_top_k",
-    summary="[SparseLoCo](https://arxiv.org/abs/2508.15706)'s exchange: k of every 4096 elements, "
-    "7 to 10 bits an entry",
-    received="1.34 k (W-1)",
-)

@@ -46,7 +46,7 @@ class Report(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Exchange:
+class Round:
     """A round of one island, as far as it has come, and the rounds after it if it was late.
 
     An island that is late follows the decisions that it missed, and sends what it owes in the round

@@ -18,11 +18,9 @@ from jaxsparse.arrays.layout import cut, join
 from jaxsparse.arrays.magnitude import LARGEST, clipped, scaled
 from jaxsparse.arrays.settings import at_least, static_float
 from jaxsparse.comm import wire
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, SeededReducer, Sums
+from jaxsparse.reducers.dense import Dense
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
-from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.table import system
 
 Iteration = Literal["alternating", "full"]
 # A factor of a pair: 0 is left and has a matrix's rows, 1 is right and has its columns. (P and Q in
@@ -75,7 +73,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
       the other, of r (n + m) words together.
 
     Low ranks approximate the first gradients badly, so start dense. With
-    `jaxsparse.systems.Staged((Dense(), PowerSGD(2)), (100,))` for a reducer, the first 100 steps
+    `jaxsparse.reducers.Staged((Dense(), PowerSGD(2)), (100,))` for a reducer, the first 100 steps
     send everything and leave no residual.
 
     With FSDP or tensor parallelism, each device factorises its shard of a parameter as a matrix of
@@ -98,13 +96,6 @@ class PowerSGD(MatrixReducer, SeededReducer):
         min_compression_rate: least ratio of a matrix's elements to its factors'. A matrix is
             compressed if r (n + m) times this is below n m.
         seed: seed of the first vectors, and of those that replace zeros.
-
-    Example:
-        >>> tx = powersgd(1, iteration="full", axis_name=None)
-        >>> grads = {"kernel": jnp.outer(jnp.arange(64.0), jnp.ones(32)), "bias": jnp.ones(32)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> bool(jnp.allclose(updates["kernel"], grads["kernel"], atol=1e-4))
-        True
     """
 
     rank: Annotated[int, at_least(1, "1 to 4 are usual")]
@@ -292,16 +283,3 @@ def _psum(parts: Sequence[Array], axis_name: str | None) -> list[Array]:
     """The sums of several arrays, in one message."""
     total = wire.psum(join(parts), axis_name)
     return list(cut(total, [part.shape for part in parts]))
-
-
-@dataclasses.dataclass(frozen=True)
-class _PowerSGD(SystemOptions, PowerSGD):
-    pass
-
-
-powersgd = system(
-    _PowerSGD,
-    "powersgd",
-    summary="[PowerSGD](https://arxiv.org/abs/1905.13727): factors of low rank of each matrix",
-    received="4 r (n+m) (W-1)/W for each n x m matrix",
-)

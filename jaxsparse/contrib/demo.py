@@ -15,11 +15,9 @@ from jaxsparse.arrays.magnitude import LARGEST, largest_magnitude
 from jaxsparse.arrays.settings import check_k
 from jaxsparse.arrays.stream import SparseStream, add_to, to_dense
 from jaxsparse.codecs.elias_fano import EliasFano
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.select.groups import count_entries, group_top_k
-from jaxsparse.systems.table import system
 
 ValueBits = Literal[2, 4, 8, 16, 32]
 
@@ -63,7 +61,7 @@ class DeMo(Gathered, MatrixReducer):
 
     The published step is signed. It has no other optimizer behind it, though any may stand there:
 
-        tx = optax.chain(jaxsparse.demo(), optax.scale_by_sign(),
+        tx = optax.chain(jaxsparse.contrib.demo(), optax.scale_by_sign(),
                          optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(4e-4))
 
     The published code adds g to M times the learning rate. At a constant rate, the sign hides this
@@ -82,6 +80,7 @@ class DeMo(Gathered, MatrixReducer):
             `chunked_top_k`.
 
     Example:
+        >>> from jaxsparse.contrib import demo
         >>> tx = demo(1, 4, axis_name=None, is_dense=lambda path, shape: False)
         >>> grads = jnp.float32([1, 2, 3, 4])
         >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
@@ -235,17 +234,3 @@ def _basis(n: int) -> np.ndarray:
     from scipy import fft  # not at the top, because it takes long to import
 
     return fft.dct(np.eye(n), axis=0, norm="ortho").astype(np.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class _DeMo(SystemOptions, DeMo):
-    decay: float | None = dataclasses.field(default=0.999, kw_only=True)
-
-
-demo = system(
-    _DeMo,
-    "demo",
-    summary="[DeMo](https://arxiv.org/abs/2411.19870): momenta of the workers' own, whose largest "
-    "cosine coefficients are sent, 25 bits each",
-    received="3.07 k (W-1)",
-)

@@ -13,11 +13,9 @@ from jaxsparse.arrays.stream import to_dense
 from jaxsparse.collectives.spardl import Adaptation, bruck, recursive, spar_reduce_scatter
 from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Group, bruck_all_gather
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, Sums, keep_merged
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.top_k import SELECTORS
-from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,17 +124,3 @@ def _started(state: Adaptation, k: int, teams: int) -> Adaptation:
     start = Adaptation.start(k, teams)
     now = state.within(k, teams)
     return jax.tree.map(lambda now, first: jnp.where(state.h > 0, now, first), now, start)
-
-
-@dataclasses.dataclass(frozen=True)
-class _SparDL(SystemOptions, SparDL):
-    pass
-
-
-spardl = system(
-    _SparDL,
-    "spardl",
-    summary="[SparDL](https://arxiv.org/abs/2304.00737): reduce-scatter and all-gather that never "
-    "exceed k entries",
-    received="16 k (W-1)/W",
-)

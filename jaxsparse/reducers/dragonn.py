@@ -12,13 +12,11 @@ from jaxsparse.arrays import hashing
 from jaxsparse.arrays.settings import Density, entries
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.codecs.codec import COO, Codec, check_codec
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, SeededReducer, Sums
 from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
 from jaxsparse.select.fast import slot_max
 from jaxsparse.select.slots import hash_extract
 from jaxsparse.select.thresholds import check_samples, sampled_threshold
-from jaxsparse.systems.table import system
 
 Extract = Literal["hash", "slot_max"]
 # A function of a vector, the number of slots and a seed that fills the slots.
@@ -76,14 +74,6 @@ class Dragonn(Gathered, SeededReducer):
             `jaxsparse.select.sampled_threshold`.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
             rounding in the residual.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = dragonn(0.001, axis_name=None)
-        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> bool(1 <= (updates["kernel"] != 0).sum() <= 3)
-        True
     """
 
     density: Density = 0.001
@@ -128,16 +118,3 @@ class Dragonn(Gathered, SeededReducer):
 
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
         return decode_entries(messages, entries(self.density, size), size, self.codec)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dragonn(SystemOptions, Dragonn):
-    pass
-
-
-dragonn = system(
-    _Dragonn,
-    "dragonn",
-    summary="DRAGONN (ICML 2022): entries hashed into k slots",
-    received="8 k (W-1)",
-)

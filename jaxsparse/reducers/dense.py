@@ -4,15 +4,11 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse.arrays import layout as layouts
 from jaxsparse.codecs.codec import bits, from_bits
 from jaxsparse.comm import wire
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Gathered, Kept, Sums
-from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +21,6 @@ class Dense(Gathered):
 
     `momentum` is heavy-ball momentum, as of `optax.trace(momentum)` behind it. It is not masked,
     because every step sends everything, and a mask would leave no momentum at all.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> tx = dense(axis_name=None, momentum=0.5)
-        >>> state = tx.init(jnp.zeros(2))
-        >>> for _ in range(2):
-        ...     updates, state = tx.update(jnp.ones(2), state)
-        >>> updates.tolist()
-        [1.5, 1.5]
     """
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
@@ -47,15 +34,3 @@ class Dense(Gathered):
 
     def decode(self, messages: UInt32[Array, "workers d"], size: int) -> Sums:
         return Sums(jnp.sum(from_bits(messages, jnp.float32), axis=0), size)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dense(SystemOptions, Dense):
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        settings = self
-        if self.is_dense is None and self.bucket_size is None:
-            settings = dataclasses.replace(self, is_dense=layouts.everything)
-        return SystemOptions.transformation(settings)
-
-
-dense = system(_Dense, "dense", summary="exact mean by all-reduce", received="8 d (W-1)/W")

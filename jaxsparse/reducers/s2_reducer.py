@@ -11,8 +11,8 @@ from jaxsparse.arrays import blocks
 from jaxsparse.arrays.hashing import combine
 from jaxsparse.arrays.settings import Density, static_float
 from jaxsparse.comm import wire
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, SeededReducer, Sums
+from jaxsparse.reducers.block_sparse import OmniReduce
 from jaxsparse.reducers.blocks import (
     BlockReducer,
     Room,
@@ -22,12 +22,10 @@ from jaxsparse.reducers.blocks import (
     selected_count,
     union_capacity,
 )
+from jaxsparse.reducers.dense import Dense
 from jaxsparse.select.compaction import compact
 from jaxsparse.sketch.codec import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
-from jaxsparse.systems.block_sparse import OmniReduce
-from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.table import system
 
 
 class SketchSizes(NamedTuple):
@@ -85,6 +83,7 @@ class S2(BlockReducer, SeededReducer):
             required.
 
     Example:
+        >>> from jaxsparse import s2_reducer
         >>> import jax, jax.numpy as jnp
         >>> tx = s2_reducer(None, block_size=32, union_density=0.25, axis_name=None)
         >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 40])].set(1.0)}
@@ -183,16 +182,3 @@ class S2(BlockReducer, SeededReducer):
 def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {count}"]:
     """A mask of the blocks, out of `count`, that the indices name."""
     return jnp.zeros_like(indices, jnp.bool_, shape=(count,)).at[indices].set(True, mode="drop")
-
-
-@dataclasses.dataclass(frozen=True)
-class _S2(SystemOptions, S2):
-    pass
-
-
-s2_reducer = system(
-    _S2,
-    "s2_reducer",
-    summary="S2 Reducer (2021): a sketch of the blocks that are not zero; unbiased, noisy",
-    received="8 rows cols (W-1)/W, and d/(4 block_size)",
-)

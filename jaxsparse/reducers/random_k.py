@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, UInt32
 from jaxsparse.arrays import hashing
 from jaxsparse.arrays.settings import Density, check_size, check_vector, entries
 from jaxsparse.arrays.stream import filled
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import (
     Conservation,
     Kept,
@@ -20,8 +19,7 @@ from jaxsparse.reducers.base import (
     bucket_seeds,
     settle,
 )
-from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.table import system
+from jaxsparse.reducers.dense import Dense
 
 
 class RandomKState(NamedTuple):
@@ -46,7 +44,7 @@ class RandomK(SeededReducer):
     to 64 times dense's, and before Adam it was dense's. With momentum or a clip behind, begin at
     dense's. This trained better in nearly all that we tried (`benchmarks/training.py`), but not
     with under 1 % of the coordinates of a small model, where one run in five failed. `decay=0` also
-    drops the errors of `reducer`, so round with `systems.Quantized()`, which is right on average.
+    drops the errors of `reducer`, so round with `reducers.Quantized()`, which is right on average.
     The default is the paper's (Definition 2.1): values are not scaled up, and the residual keeps
     the rest.
 
@@ -54,16 +52,17 @@ class RandomK(SeededReducer):
     bits, one step late. If each worker sends a tenth of a fifth of the coordinates, in 4 bits and
     about 8 for an index, that is 0.25 bits a parameter:
 
-        top = systems.TopK(0.1, codec=codecs.EliasFano(value_bits=4))
+        top = reducers.TopK(0.1, codec=codecs.EliasFano(value_bits=4))
         random_k(0.2, reducer=top, delay=1)
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1].
         reducer: the reducer of the drawn values. It can be any reducer of flat vectors, such as
-            `systems.TopK(0.1)` or `systems.Quantized(quantize.Format("int4"), "nearest")`. Its
+            `reducers.TopK(0.1)` or `reducers.Quantized(quantize.Format("int4"), "nearest")`. Its
             indices are places among the k values. None: an exact sum.
 
     Example:
+        >>> from jaxsparse import random_k
         >>> import jax, jax.numpy as jnp
         >>> tx = random_k(0.25, axis_name=None)
         >>> grads = {"kernel": jnp.ones((64, 32))}
@@ -85,7 +84,7 @@ class RandomK(SeededReducer):
         if not isinstance(inner, Reducer) or inner.whole_leaves:
             raise ValueError(
                 f"reducer={self.reducer!r} must be a reducer of flat vectors, such as "
-                "jaxsparse.systems.TopK(0.1) or systems.Dense()"
+                "jaxsparse.reducers.TopK(0.1) or reducers.Dense()"
             )
 
     @property
@@ -119,16 +118,3 @@ class RandomK(SeededReducer):
         delivered = Sums(total, jnp.count_nonzero(sums.total), sums.overflow, is_settled=True)
         draws = RandomKState(state.draws + jnp.uint32(1), kept.state)
         return delivered, Kept(kept.residual, sent, draws, chosen)
-
-
-@dataclasses.dataclass(frozen=True)
-class _RandomK(SystemOptions, RandomK):
-    pass
-
-
-random_k = system(
-    _RandomK,
-    "random_k",
-    summary="the same random coordinates on all workers, no indices",
-    received="8 k (W-1)/W",
-)

@@ -12,7 +12,6 @@ from jaxsparse.arrays.layout import narrow, split_evenly
 from jaxsparse.arrays.settings import check_k, static_float
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.comm import wire
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import (
     Kept,
     Reducer,
@@ -21,12 +20,11 @@ from jaxsparse.reducers.base import (
     bucket_seeds,
     keep_rest,
 )
+from jaxsparse.reducers.dense import Dense
 from jaxsparse.select.top_k import threshold_top_k
 from jaxsparse.sketch.codec import encode
 from jaxsparse.sketch.heavy import heavy_hitters
 from jaxsparse.sketch.tiles import SketchSpec
-from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.table import system
 
 # Share of the words that go to candidates of "top_k". The table takes the rest. 0.5 and 0.75 differ
 # little, and 0.25 is worse, as in the paper (|S| / Pk of 0.35 to 1.7 in section 5.3; more did
@@ -102,6 +100,7 @@ class SketchedSGD(SeededReducer):
             columns as words of float32, whatever their dtype.
 
     Example:
+        >>> from jaxsparse import sketched_sgd
         >>> import jax, jax.numpy as jnp, optax
         >>> tx = optax.chain(
         ...     sketched_sgd(k=2, cols=16, rows=3, axis_name=None, momentum=0.9), optax.sgd(0.1)
@@ -251,17 +250,3 @@ class SketchedSGD(SeededReducer):
         largest = threshold_top_k(wire.psum(x[candidates], axis_name), k)
         indices = candidates.at[largest.indices].get(mode="fill", fill_value=x.size)
         return keep_rest(x, SparseStream(indices, largest.values), state + jnp.uint32(1))
-
-
-@dataclasses.dataclass(frozen=True)
-class _SketchedSGD(SystemOptions, SketchedSGD):
-    pass
-
-
-sketched_sgd = system(
-    _SketchedSGD,
-    "sketched_sgd",
-    summary="[Sketched-SGD](https://arxiv.org/abs/1903.04488): count sketch, then the exact values "
-    "of its candidates",
-    received="8 (rows cols + P k) (W-1)/W",
-)

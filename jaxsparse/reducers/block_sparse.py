@@ -12,7 +12,6 @@ from jaxsparse.arrays.settings import entries
 from jaxsparse.codecs.codec import bits, from_bits
 from jaxsparse.collectives.messages import split_counts, with_count
 from jaxsparse.comm import wire
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.blocks import (
     BlockReducer,
@@ -26,8 +25,7 @@ from jaxsparse.reducers.blocks import (
     take,
     union_capacity,
 )
-from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.table import system
+from jaxsparse.reducers.dense import Dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +51,6 @@ class OmniReduce(BlockReducer):
     Args:
         union_density: share of the blocks that there is room for, in (0, 1]. None: room for all
             that `density` can select. Without a `density` it is required.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = omni_reduce(block_size=32, union_density=0.1, axis_name=None)
-        >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 50])].set(1.0)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> bool((updates["embedding"] == grads["embedding"]).all()), int(state.info.delivered)
-        (True, 64)
     """
 
     _: dataclasses.KW_ONLY
@@ -95,20 +85,6 @@ class OmniReduce(BlockReducer):
 
     def _is_dense(self, capacity: int, size: int) -> bool:
         return capacity * self.block_size >= size
-
-
-@dataclasses.dataclass(frozen=True)
-class _OmniReduce(SystemOptions, OmniReduce):
-    pass
-
-
-omni_reduce = system(
-    _OmniReduce,
-    "omni_reduce",
-    summary="[OmniReduce](https://dl.acm.org/doi/10.1145/3452296.3472904): a psum of the union's "
-    "blocks",
-    received="8 (elements there is room for) (W-1)/W, and d/(4 block_size)",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,16 +180,3 @@ class SparseAllGather(BlockReducer):
 
     def _is_dense(self, size: int, workers: int) -> bool:
         return workers * self._words(size) >= 2 * size
-
-
-@dataclasses.dataclass(frozen=True)
-class _SparseAllGather(SystemOptions, SparseAllGather):
-    pass
-
-
-sparse_all_gather = system(
-    _SparseAllGather,
-    "sparse_all_gather",
-    summary="blocks, gathered, as Parallax and Horovod do with sparse gradients",
-    received="4 k (W-1) (1 + 1/block_size)",
-)

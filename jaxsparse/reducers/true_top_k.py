@@ -8,10 +8,8 @@ from jaxtyping import Array, Float
 from jaxsparse.arrays.layout import split_evenly
 from jaxsparse.arrays.settings import Count, check_k
 from jaxsparse.comm import wire
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Kept, Reducer, Sums, keep_rest
 from jaxsparse.select.top_k import threshold_top_k
-from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +40,3 @@ class TrueTopK(Reducer):
 
     def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         return keep_rest(x, threshold_top_k(wire.psum(x, axis_name), self.k), state)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TrueTopK(SystemOptions, TrueTopK):
-    pass
-
-
-true_top_k = system(
-    _TrueTopK,
-    "true_top_k",
-    summary="top k of the exact mean, error feedback: the ceiling for sketches",
-    received="8 d (W-1)/W",
-)

@@ -24,13 +24,11 @@ from jaxsparse.collectives.sparcml import (
 )
 from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
-from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.quantize.qsgd import QSGD
 from jaxsparse.quantize.quantizer import check_feedback
 from jaxsparse.reducers.base import Conservation, Kept, SeededReducer, Sums, keep_streams
 from jaxsparse.reducers.entries import conservation_of
 from jaxsparse.select.groups import count_entries, group_top_k, most_entries
-from jaxsparse.systems.table import system
 
 Algorithm = Literal[
     "auto",
@@ -43,7 +41,7 @@ Algorithm = Literal[
 # "auto" chooses from these, the simplest first. The others receive no less than "split_allgather",
 # whose sums are dense where that is shorter, and wait for as many messages.
 ALGORITHMS: tuple[Algorithm, ...] = ("all_gather", "recursive_double", "split_allgather")
-_LINK = Link()
+LINK = Link()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +86,7 @@ class SparCML(SeededReducer):
     bits_group_size: int = 1024
     scale: Literal["max", "l2"] = "max"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    link: Link = _LINK
+    link: Link = LINK
     codec: Codec = COO
 
     def check(self) -> None:
@@ -253,17 +251,3 @@ class SparCML(SeededReducer):
         result = run(deal.deal(stream), workers * deal.range_size)
         total, residual = deal.undo(result.total), deal.undo(result.residual)
         return result._replace(total=total, residual=residual)
-
-
-@dataclasses.dataclass(frozen=True)
-class _SparCML(SystemOptions, SparCML):
-    pass
-
-
-sparcml = system(
-    _SparCML,
-    "sparcml",
-    summary="[SparCML](https://arxiv.org/abs/1802.08021): k of every 512 elements, exactly summed "
-    "by the all-reduce that suits the network",
-    received="by algorithm",
-)

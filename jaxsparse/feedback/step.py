@@ -21,7 +21,7 @@ _MOST = 2**31 - 1  # the largest int32
 # Uncompressed leaves travel together until a message has at least this many elements, a megabyte.
 _LEAST = 2**18
 _PER_FLAG = 8  # number of elements that share a flag when a vector is checked
-# Entries are few if a bucket has at least this many elements for each entry and piece.
+# A bucket is sparse if it has at least this many elements per entry and piece.
 _PER_ENTRY = 16
 
 
@@ -93,10 +93,10 @@ class Settings(NamedTuple):
     nesterov: bool = False
 
 
-def exchange(
+def run_step(
     gradients: Sequence[Pieces], dense: Array, before: Carried, plan: TreePlan, settings: Settings
 ) -> Exchanged:
-    """Begins, reduces and finishes a step of all buckets; with a delay it begins the next one last.
+    """Runs one step for all buckets: begin, reduce, finish. With a delay, the next begin is last.
 
     Before buckets, workers exchange the dense leaves and, in the same message, a flag that
     gradients are finite. So a skipped step needs no message of its own, and exchanges the old
