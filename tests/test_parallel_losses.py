@@ -452,12 +452,63 @@ def in_a_loop(where, w, x):
     return sum(one(x[i : i + 1], x).sum() for i in range(len(x)))
 
 
+def ranked_in_a_scan(where, w, x):
+    """JAX moves what a body makes of the worker's number alone in front of the scan."""
+    f = tells_workers(where)
+    layer = lambda h, _: (f(h[jnp.argsort(h[:, 0])], h), None)
+    return lax.scan(layer, x, None, length=2)[0]
+
+
+def dealt_out(where, w, x):
+    """A row for each device under jax.jit, and a W-th of one worker's rows here."""
+    first = lambda x, y: (x * y)[:, 0]
+    spec = P(None, "data")
+    mean = lambda *a: lax.pmean(first(*a), "data")
+    return cut(mean, where, (spec, spec), P())(x.reshape(-1, 4, 8), x.reshape(-1, 4, 8))
+
+
+def beside_weights(where, w, x):
+    """Weights that stand behind rows would count on each worker."""
+    z = jnp.concatenate([x, w["b"]])
+    centred = lambda x, y: x - lax.pmean(y.mean(0, keepdims=True), "data")
+    return cut(centred, where, (P("data"), P("data")), P("data"))(z, z)
+
+
+def summed_over_both(where, w, x):
+    """An entry meets others once the workers' axis has left the spec."""
+    spec = P(("data", "tp"))
+    add = lambda a, b: a + lax.psum(b, "tp")
+    return cut(add, where, (spec, spec), spec)(w["b"], w["b"]) + x.mean()
+
+
+def of_inner_workers(where, w, x):
+    """Rows are cut over the other axis first, so that other ones meet."""
+    spec = P(("tp", "data"))
+    centred = lambda x, y: x - lax.pmean(y.mean(0, keepdims=True), "data")
+    return cut(centred, where, (spec, spec), spec)(x, x)
+
+
+def ranked_backward(where, w, x):
+    """A derivative tells workers apart, its function does not, and rows were sorted."""
+    rank = lambda x, g: g * jnp.float32(lax.axis_index("data")) * x
+    f = jax.custom_vjp(jnp.sin)
+    back = cut(rank, where, (P("data"), P("data")), P("data"))
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (back(x, g),))
+    return f(jnp.sort(x @ w["a"], axis=0))
+
+
 NO_ROWS = {
+    ranked_in_a_scan: r"takes a value of shape \(4, 8\), .* behind the jit at .*_losses",
+    dealt_out: r"takes a value of shape \(1, 4, 8\), .* no rows of a batch",
+    beside_weights: r"takes a value of shape \(20, 8\), .* no rows of a batch",
+    summed_over_both: r"takes a value of shape \(16, 8\), .* no rows of a batch",
+    of_inner_workers: r"takes a value of shape \(4, 8\), .* cut over \['tp'\] first",
+    ranked_backward: r"takes a value of shape \(4, 16\), .* behind the jit at .*_losses",
     of_halves: r"takes a value of shape \(4, 8\), .* behind the slice at .*_losses",
     sorted_inside: r"takes a value of shape \(4, 8\), .* behind the jit at .*_losses",
     repeated_experts: r"takes a value of shape \(4, 8\), .* no rows of a batch",
     of_keys: r"takes a value of shape \(4,\), .* no rows of a batch",
-    in_a_loop: r"takes a value of shape \(1, 8\), .* not all rows of a worker",
+    in_a_loop: r"takes a value of shape \(1, 8\), .* no rows of a batch",
     of_tokens: r"takes a value of shape \(32, 2\), whose 32 entries",
     of_own_numbers: r"takes a value of shape \(4,\), whose 4 entries",
     sorted_behind_a_kernel: r"takes a value of shape \(4, 16\), whose 4 entries",
@@ -470,7 +521,7 @@ NO_ROWS = {
     by_sequence: r"takes a value of shape \(4, 8\), whose 8 entries",
     by_loop: r"takes a value of shape \(16, 8\), whose 16 entries",
     of_devices: r"makes a value of shape \(1,\), whose 1 .* return an entry for each row",
-    of_known_size: r"whether these are a worker's rows can't be told. .* twice the rows",
+    of_known_size: r"whether these are a worker's rows can't be told. .* 13 times the rows",
 }
 
 
@@ -504,7 +555,7 @@ def test_rows_that_a_body_takes_past_its_specs():
         return jnp.sum(split(x @ w["a"]))
 
     for loss, words in (
-        (closed, r"the body of the jax.shard_map at .*losses.py.* closes over .* shape \(4, 16\)"),
+        (closed, r"the body of the jax.shard_map at .*losses.py.* closes over values that grow"),
         (by_number, r"dynamic_slice at .*losses.py.* takes a part of one worker's rows by the"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -666,6 +717,40 @@ def test_rows_are_followed_through_other_bodies():
     check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 
+POLICIES = jax.checkpoint_policies
+WRAPPED = {
+    "scan": lambda layer: layer,
+    "everything": lambda layer: jax.checkpoint(layer, policy=POLICIES.everything_saveable),
+    "jit": jax.jit,
+}
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("wrapper", some(WRAPPED, ["scan"]))
+def test_attention_with_segments_in_a_scan(wrapper, checked):
+    """JAX makes the mask once, in front of the scan: what is left of the body closes over it."""
+    where = mesh_of((4, 2))
+    spec = P("data")
+
+    def attend(h, segments):
+        mask = segments[:, :, None] == segments[:, None]
+        scores = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", h, h), -9.0)
+        return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), h)
+
+    def loss(w, x, f):
+        segments = (x.reshape(-1, 4, 2)[..., 0] > 0).astype(jnp.int32)
+        layer = lambda h, _: (h + f(h, segments), None)
+        h = (x @ w["a"]).reshape(-1, 4, 4)
+        return jnp.mean(lax.scan(WRAPPED[wrapper](layer), h, None, length=2)[0] ** 2)
+
+    split = jax.shard_map(
+        attend, mesh=where, in_specs=(spec, spec), out_specs=spec, check_vma=checked
+    )
+    found = jaxsparse.value_and_grad(lambda w, x: loss(w, x, split), mesh=where)(*put(where, 4))
+    plain = jax.vmap(jax.value_and_grad(lambda w, x: loss(w, x, attend)), (None, 0))
+    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+
+
 @pytest.mark.parametrize("how", ["scan", "map", "unrolled"])
 @pytest.mark.parametrize("size", [2, -1])
 def test_micro_batches(how, size):
@@ -673,7 +758,8 @@ def test_micro_batches(how, size):
     where = mesh_of((4, 2))
     spec = P("data", "tp")
     centred = lambda h: jnp.tanh(h - lax.pmean(h.mean(0, keepdims=True), "data"))
-    body = jnp.tanh if how == "unrolled" else centred
+    # What mixes rows has to grow: a fixed size may be anything.
+    body = jnp.tanh if size > 0 or how == "unrolled" else centred
     split = jax.shard_map(body, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
 
     def loss(w, x, f=split):

@@ -16,11 +16,11 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -28,6 +28,23 @@ from jax.sharding import PartitionSpec
 from jaxsparse.comm import compat
 
 Typed = Literal["none", "named", "all"]
+
+
+class Cut(NamedTuple):
+    """What a spec cuts.
+
+    Attributes:
+        dim: the dimension that it cuts over the axis of workers. None: it does not name that axis.
+        before: axes that cut the same dimension, and stand in front of that one.
+        behind: the same behind it.
+        others: dimensions that other axes alone cut.
+    """
+
+    dim: int | None = None
+    before: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+    others: frozenset[int] = frozenset()
+
 
 register_exclusion(__file__)  # its frames are not the place of a shard_map
 
@@ -42,11 +59,11 @@ class Tracing:
         typed: in which bodies values are typed as varying over the axis, where types are checked.
         is_simulated: whether workers are simulated, so that a mesh is each worker's own.
         mesh: the mesh in context before the workers' axis was made manual, if it was.
-        named: the dimensions that the `in_specs` that JAX read last cut over the axis, None where
-            none. None: they were used.
+        named: what the `in_specs` that JAX read last cut over the axis, see `_cut`. None: they were
+            used.
         has_named: whether there was a `shard_map` with checked types that names the axis.
         places: where shard_maps that name the axis are.
-        made: the dimensions that the `out_specs` that JAX read last cut over the axis.
+        made: the same for the `out_specs`.
     """
 
     axis_name: str
@@ -54,10 +71,34 @@ class Tracing:
     typed: Typed
     is_simulated: bool
     mesh: Any
-    named: list[int | None] | None = None
+    named: list[Cut] | None = None
     has_named: bool = False
     places: list[str] = dataclasses.field(default_factory=list)
-    made: list[int | None] = dataclasses.field(default_factory=list)
+    made: list[Cut] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A call of a `jax.shard_map` by a user, as it was traced.
+
+    JAX differentiates a `shard_map` in parts, and moves parts of one in a loop in front of it. So
+    what a body does is read here, and not from the equations that are left.
+
+    Attributes:
+        place: where it is.
+        is_named: whether its specs name the axis of workers.
+        body: the program of its body. None: it was not traced.
+        closed: numbers of elements of values that vary in the trace, and over which it closes.
+        takes: what its specs cut over the axis of workers, of arguments.
+        makes: the same of results.
+    """
+
+    place: str
+    is_named: bool
+    takes: list[Cut] = dataclasses.field(default_factory=list)
+    makes: list[Cut] = dataclasses.field(default_factory=list)
+    body: ClosedJaxpr | None = None
+    closed: list[int] = dataclasses.field(default_factory=list)
 
 
 _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
@@ -242,22 +283,25 @@ def _bound(
     Where types are checked, the worker's values have to differ by type from other workers', or JAX
     would sum cotangents over workers.
     """
-    tracing, made, is_named = _TRACING.get(), list[int | None](), False
+    tracing, is_called = _TRACING.get(), False
     place = compat.place() if tracing is not None else ""
+    call = Call(place, False)
     if tracing is not None and not tracing.is_simulated:
         _check_mesh(mesh, tracing, place)
     if tracing is not None and tracing.axis_name in mesh.axis_names:
         axis, context = tracing.axis_name, jax.sharding.get_abstract_mesh()
         named, tracing.named = tracing.named, None
         is_called = named is not None  # by a user, and not by JAX's own rules
-        is_named = any(at is not None for at in named or ())
-        if is_named:
+        call.takes = named or []
+        call.is_named = any(cut.dim is not None for cut in call.takes)
+        if call.is_named:
             tracing.places.append(place)
             tracing.has_named |= check_vma
-            args = tuple(_marked(x, at, place, "takes") for x, at in zip(args, named or ()))
         body = subfuns[0]
         if is_called:
-            body = functools.partial(_run, body, tracing, place, is_named, made)
+            given = enumerate(zip(args, call.takes))
+            args = tuple(_marked(x, cut, call, i, "takes") for i, (x, cut) in given)
+            body = functools.partial(_run, body, tracing, call)
         if tracing.is_simulated:
             _check_size(mesh, axis, place)
             newly_manual_axes -= {axis}  # of size 1: inside, the axis is that of the workers
@@ -265,7 +309,7 @@ def _bound(
             mesh, newly_manual_axes = context, newly_manual_axes - set(context.manual_axes)
         else:
             newly_manual_axes |= {axis}
-            is_typed = tracing.typed == "all" or (tracing.typed == "named" and is_named)
+            is_typed = tracing.typed == "all" or (tracing.typed == "named" and call.is_named)
             if is_called and check_vma and is_typed:
                 body = functools.partial(_typed, body, axis, place)
         subfuns = (body,)
@@ -278,8 +322,9 @@ def _bound(
             newly_manual_axes=newly_manual_axes,
             **params,
         )
-        dims = iter(made)
-        return found.map(lambda x: _marked(x, next(dims), place, "makes")) if is_named else found
+        cuts = enumerate(call.makes)
+        mark = lambda x, i, cut: _marked(x, cut, call, i, "makes")
+        return found.map(lambda x: mark(x, *next(cuts))) if is_called else found
     except (AssertionError, ValueError) as error:
         if tracing is None or not (check_vma and tracing.is_simulated):
             raise
@@ -314,32 +359,37 @@ def _check_size(mesh: Any, axis_name: str, place: str) -> None:
 def _run(
     body: Callable[..., Any],
     tracing: Tracing,
-    place: str,
-    is_named: bool,
-    made: list[int | None],
+    call: Call,
     *args: Any,
 ) -> Any:
+    call.body = _traced(body, args)
+    call.closed = [x.size for x in call.body.consts if isinstance(x, jax.core.Tracer)]
     found = body(*args)
-    made[:] = tracing.made
-    if any(at is not None for at in made) and not is_named:
+    call.makes = tracing.made
+    if any(cut.dim is not None for cut in call.makes) and not call.is_named:
         raise ValueError(
-            f"the jax.shard_map at {place} names the workers' axis {tracing.axis_name!r} in its "
-            "out_specs alone. What a device makes may be a W-th of one worker's rows, or all of "
-            "them: leave the axis out of out_specs, and make all of a worker's rows"
+            f"the jax.shard_map at {call.place} names the workers' axis {tracing.axis_name!r} in "
+            "its out_specs alone. What a device makes may be a W-th of one worker's rows, or all "
+            "of them: leave the axis out of out_specs, and make all of a worker's rows"
         )
     return found
 
 
-def _marked(x: Any, dim: int | None, place: str, verb: str) -> Any:
+def _traced(body: Callable[..., Any], args: Any) -> ClosedJaxpr:
+    return jax.make_jaxpr(lambda *args: list(body(*args).unpack_aux()[0]))(*args)
+
+
+def _marked(x: Any, cut: Cut, call: Call, number: int, verb: str) -> Any:
     """Marks an argument or a result. Of one that no spec cuts, all dimensions count."""
-    rows = jnp.size(x) if dim is None else jnp.shape(x)[dim]
-    return _mark.bind(x, place=place, verb=verb, dim=dim, rows=rows)
+    rows = jnp.size(x) if cut.dim is None else jnp.shape(x)[cut.dim]
+    params = {"call": call, "number": number, "verb": verb, "rows": rows}
+    return _mark.bind(x, dim=cut.dim, is_mapped=False, **params)
 
 
 def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> Any:
     args = tuple(enter(x, axis_name) for x in args)
     # Values that it closes over have no such type, and JAX would sum their cotangents over workers.
-    traced = jax.make_jaxpr(lambda *args: list(body(*args).unpack_aux()[0]))(*args)
+    traced = _traced(body, args)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     closed = [x for x in traced.consts if isinstance(x, jax.core.Tracer) and is_float(x)]
     if closed:
@@ -372,14 +422,20 @@ def communicates(program: Jaxpr, axis_name: str) -> bool:
 
 def names(spec: Any, axis_name: str) -> bool:
     """Whether a partition names the axis."""
-    return _cut(spec, axis_name) is not None
+    return _cut(spec, axis_name).dim is not None
 
 
-def _cut(spec: Any, axis_name: str) -> int | None:
-    """The dimension that a partition cuts over the axis."""
-    parts = spec if isinstance(spec, PartitionSpec) else ()
-    is_cut = (axis_name == part or axis_name in (part or ()) for part in parts)
-    return next((i for i, yes in enumerate(is_cut) if yes), None)
+def _cut(spec: Any, axis_name: str) -> Cut:
+    dims = [
+        (part if isinstance(part, tuple) else (part,)) if part not in (None, ()) else ()
+        for part in (spec if isinstance(spec, PartitionSpec) else ())
+    ]
+    others = frozenset(i for i, axes in enumerate(dims) if axes and axis_name not in axes)
+    for i, axes in enumerate(dims):
+        if axis_name in axes:
+            at = axes.index(axis_name)
+            return Cut(i, axes[:at], axes[at + 1 :], others)
+    return Cut(others=others)
 
 
 def without(spec: Any, axis_name: str) -> Any:
@@ -407,15 +463,17 @@ def _identity(name: str, type_of: Callable[..., Any]) -> Primitive:
     return primitive
 
 
-# Marks arguments and results of a shard_map whose specs name the axis, with its place, what it
-# does, and the dimension that is cut.
+# Marks arguments and results of a shard_map: its call, their number there, what it does with them,
+# the dimension that a spec cuts over the axis of workers, the number of elements along it, and
+# whether a `vmap` gave the value another dimension.
 _mark = _identity(MARK := "names_workers", lambda aval, **_: aval)
 ad.deflinear2(_mark, lambda ct, _, **__: [ct])
 
 
-def _batched_mark(args: Any, dims: Any, *, dim: int | None, **params: Any) -> Any:
+def _batched_mark(args: Any, dims: Any, *, dim: int | None, is_mapped: bool, **params: Any) -> Any:
+    del is_mapped
     dim = dim if dim is None or dim < dims[0] else dim + 1
-    return _mark.bind(args[0], dim=dim, **params), dims[0]
+    return _mark.bind(args[0], dim=dim, is_mapped=True, **params), dims[0]
 
 
 batching.primitive_batchers[_mark] = _batched_mark

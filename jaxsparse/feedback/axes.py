@@ -5,7 +5,7 @@ An operation that stands here is allowed in front of an exchange if its rule fin
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxsparse.comm import compat
 from jaxsparse.comm.flow import Reading
@@ -14,13 +14,14 @@ from jaxsparse.comm.flow import Reading
 class RowAxis(NamedTuple):
     """The axis along which an array has rows, each of them a block of so many entries.
 
-    Blocks are longer than 1 where an axis was joined with others, as by `x.reshape(-1, n)`. It may
-    be a part of the rows, or rows that come again and again (`is_part`).
+    Blocks are longer than 1 where an axis was joined with others, as by `x.reshape(-1, n)`. There
+    may be groups of rows, each along the next axis, a part of the rows, or all of them again and
+    again, as in tokens by time (`order`).
     """
 
     axis: int
     block: int
-    is_part: bool = False
+    order: Literal["all", "grouped", "part", "again"] = "all"
 
 
 # What is known of a value: its axis of rows, or None, if nothing with rows is in it. A string is
@@ -70,8 +71,9 @@ def reshaped(rows: RowAxis, shape: tuple[int, ...], new: tuple[int, ...]) -> Row
     for i, n in enumerate(new):
         inner = math.prod(new[i + 1 :])
         if inner and size % inner == 0 and n * inner % max(count * size, 1) == 0:
-            return RowAxis(i, size // inner, rows.is_part or n * inner != count * size)
-    return RowAxis(_SPREAD, size, rows.is_part)
+            order = rows.order if n * inner == count * size else "again"
+            return RowAxis(i, size // inner, order)
+    return RowAxis(_SPREAD, size, rows.order)
 
 
 def _sliced(call: Call) -> int | None:
@@ -231,7 +233,8 @@ class RowsReading(Reading[Known]):
             return every(None)
         joined = self.join(inputs)
         is_single = isinstance(joined, RowAxis) and joined.axis == _SINGLE
-        if joined is None or TRUSTED in inputs or is_single or isinstance(joined, str):
+        is_mixed = any(isinstance(x, str) for x in inputs)
+        if joined is None or TRUSTED in inputs or is_single or is_mixed:
             return every(joined)
         if name in ONE_BY_ONE:
             return inputs

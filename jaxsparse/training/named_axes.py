@@ -6,11 +6,12 @@ the same if what was cut are rows of the batch, in their order. So the program i
 batch to each `jax.shard_map`, and what is not known to be right is refused.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxsparse.comm import compat, shard_maps
 from jaxsparse.comm.flow import Reading
@@ -24,9 +25,15 @@ class _Alike(NamedTuple):
 
 
 Found = Known | _Alike
-# How a body uses the axis of workers. "sums" are equal in whatever order workers come.
-_ELEMENTS, _NONE, _SUMS, _RANK = "elements", "none", "sums", "rank"
+# How a body uses the axis of workers: "maps" makes each row of one row. "sums" are the same in any
+# order of workers. "rank" tells them apart. "inner" goes over some of several axes that cut rows.
+_MAPS, _NONE, _SUMS, _RANK, _INNER = "maps", "none", "sums", "rank", "inner"
 _SUMMED = {"psum", "psum_invariant", "pmax", "pmin", "enter_worker", "leave_worker", *compat.CASTS}
+
+
+# A batch is traced again with so many times its rows, so that few other sizes are equal to one of
+# these by chance, and an axis that grows with the rows is known by its size.
+_TIMES = 13
 
 
 def check_named(
@@ -41,12 +48,11 @@ def check_named(
     A body would take all of it for a part: of weights, of keys, of a sequence. A result may be a
     device's own sum. It is right where
 
-    - the body maps elements, or
+    - the body makes each row of one row, or
     - rows of the batch are followed to it, in their order (a part of them, if the body does not
       tell workers apart), or
     - they can't be followed, the body does not tell workers apart, and what is cut grows with the
-      batch. So the function is traced with twice the rows, too. What is equal for all rows, or
-      drawn for each, has to grow as well.
+      batch. What is equal for all rows, or drawn for each, has to grow as well.
 
     Args:
         program: what `one_worker.trace` returned.
@@ -55,46 +61,49 @@ def check_named(
         types: the types of the arguments.
         trace: traces the function with other types.
     """
-    equations = [e for e, _ in compat.scoped(program)]
-    if not any(e.primitive.name == "shard_map" for e in equations):
+    marks = _marks(program)
+    if not marks:
         return
-    marks, more = _marks(equations), list[Any]()
-    if marks and any(of_batch):
-        first = next((m for m in marks if m.params["dim"] is not None), marks[0])
-        twice = lambda x: x.update(shape=(2 * x.shape[0], *x.shape[1:]))
+    growing, closing, shown = set[int](), set[int](), dict[int, Any]()
+    if any(of_batch):
+        more = lambda x: x.update(shape=(_TIMES * x.shape[0], *x.shape[1:]))
         try:
-            again = trace([twice(x) if yes else x for x, yes in zip(types, of_batch)]).jaxpr
+            program = trace([more(x) if yes else x for x, yes in zip(types, of_batch)]).jaxpr
         except Exception as error:
+            cut = [m for m in marks if m.params["dim"] is not None]
+            if not cut:
+                return
             raise ValueError(
-                f"{_cut(first, axis_name)} and whether these are a worker's rows can't be "
-                "told. The function was traced with twice the rows of the batch, and that raised "
-                f"{type(error).__name__}: {error}. Take the numbers of rows from shapes, or leave "
-                f"{axis_name!r} out of that spec"
+                f"{_cut(cut[0], axis_name)} and whether these are a worker's rows can't be told. "
+                f"The function was traced with {_TIMES} times the rows of the batch, and that "
+                f"raised {type(error).__name__}: {error}. Take the numbers of rows from shapes, or "
+                f"leave {axis_name!r} out of that spec"
             ) from error
-        more = _marks([e for e, _ in compat.scoped(again)])
-    reading = _RowsOfBatch(axis_name, _growing(marks, more))
+        marks, few = _marks(program), marks
+        growing, closing = _growing(few, marks), _closing(few, marks)
+        if len(few) == len(marks):
+            shown = dict(zip(map(id, marks), few))
+    reading = _RowsOfBatch(axis_name, growing, closing, shown)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
-    reading.judge_others(marks)
     if reading.refusals:
         raise ValueError(reading.refusals[0])
 
 
 def _refusal(mark: Any, axis_name: str, why: str) -> str:
     """The error that tells what is wrong with a marked value, and what to write."""
-    shape, params, axis = getattr(mark.outvars[0].aval, "shape", ()), mark.params, repr(axis_name)
-    what = f"the jax.shard_map at {params['place']} {params['verb']} a value of shape {shape}"
+    params, axis = mark.params, repr(axis_name)
     if params["dim"] is None:
         return (
-            f"{what} that grows with the batch, beside others that specs cut over the workers' "
-            f"axis {axis}. Under jax.jit it is of all workers' rows, and here of one worker's: "
-            f"name {axis} in its spec (jax.lax.all_gather(x, {axis}, tiled=True) inside gives that "
-            "of all workers)"
+            f"{_what(mark)} that grows with the batch, beside others that specs cut over the "
+            f"workers' axis {axis}. Under jax.jit it is of all workers' rows, and here of one "
+            f"worker's: name {axis} in its spec (jax.lax.all_gather(x, {axis}, tiled=True) inside "
+            "gives that of all workers)"
         )
     if why:
         return (
-            f"{_cut(mark, axis_name)} and these {why}. Its body tells workers apart, so it has "
-            "to be given all rows in their order: cut or move them behind it; if they went through "
-            f"a jax.shard_map, name {axis} in its specs, too"
+            f"{_cut(mark, axis_name)} and these {why}. Its body tells workers apart, or mixes "
+            "rows, so it has to be given all rows in their order: cut or move them behind it; if "
+            f"they went through a jax.shard_map, name {axis} in its specs, too"
         )
     fix = (
         "What a device makes may be a W-th of all, or all: return an entry for each row, or "
@@ -107,55 +116,81 @@ def _refusal(mark: Any, axis_name: str, why: str) -> str:
     return f"{_cut(mark, axis_name)} and these are no rows of a batch. {fix}"
 
 
-def _cut(mark: Any, axis_name: str) -> str:
+def _what(mark: Any) -> str:
+    """A marked value in words."""
     shape, params = getattr(mark.outvars[0].aval, "shape", ()), mark.params
-    return (
-        f"the jax.shard_map at {params['place']} {params['verb']} a value of shape {shape}, whose "
-        f"{params['rows']} entries a spec cuts over the workers' axis {axis_name!r},"
-    )
+    return f"the jax.shard_map at {params['call'].place} {params['verb']} a value of shape {shape}"
 
 
-def _marks(equations: Iterable[Any]) -> list[Any]:
-    """Marks of what shard_maps whose specs name the workers' axis take and make."""
-    return [e for e in equations if e.primitive.name == shard_maps.MARK]
+def _cut(mark: Any, axis_name: str) -> str:
+    rows = mark.params["rows"]
+    return f"{_what(mark)}, whose {rows} entries a spec cuts over the workers' axis {axis_name!r},"
 
 
-def _growing(marks: list[Any], more: list[Any]) -> set[int]:
-    """The marks, by id, of what is larger in a program of more rows."""
+def _marks(program: Jaxpr) -> list[Any]:
+    """Marks of what shard_maps take and make, with those in their bodies as they were written."""
+    found, seen = list[Any](), set[Any]()
+    for mark in (e for e, _ in compat.scoped(program) if e.primitive.name == shard_maps.MARK):
+        found.append(mark)
+        if (call := mark.params["call"]) not in seen:
+            seen.add(call)
+            found += _marks(call.body.jaxpr)
+    return found
+
+
+def _growing(few: list[Any], many: list[Any]) -> set[int]:
+    """The marks of a program of more rows, by id, of what is larger there."""
     size = lambda mark: mark.params["rows"]
-    if len(marks) == len(more):
-        return {id(m) for m, other in zip(marks, more) if size(m) < size(other)}
+    # What is cut grows as rows do, and what is not cut has to stay as it is.
+    most = lambda mark: size(mark) + 1 if mark.params["dim"] is None else _TIMES * size(mark)
+    if len(few) == len(many):
+        return {id(m) for own, m in zip(few, many) if size(m) >= most(own)}
     found = set[int]()  # a loop over rows was unrolled
-    kind = lambda mark: tuple(mark.params[name] for name in ("place", "verb", "dim"))
-    for mark in marks:
-        few, many = ({size(m) for m in all if kind(m) == kind(mark)} for all in (marks, more))
-        grows = few != many if mark.params["dim"] is None else min(many, default=0) > max(few)
+    kind = lambda m: (m.params["call"].place, *(m.params[x] for x in ("number", "verb", "dim")))
+    for mark in many:
+        before, now = ({size(m) for m in all if kind(m) == kind(mark)} for all in (few, many))
+        grows = before != now if mark.params["dim"] is None else min(now) > max(before, default=0)
         if grows:
             found.add(id(mark))
     return found
 
 
-def _use(body: Jaxpr, axis_name: str) -> str:
+def _closing(few: list[Any], many: list[Any]) -> set[int]:
+    """The calls in a program of more rows, by id, that close over what is larger there."""
+    sizes = lambda calls, place: {tuple(c.closed) for c in calls if c.place == place}
+    before, now = ({m.params["call"] for m in marks} for marks in (few, many))
+    return {id(c) for c in now if sizes(before, c.place) != sizes(now, c.place)}
+
+
+def _use(call: Any, axis_name: str) -> str:
     """How a body uses the axis of workers."""
-    if _maps_elements(body, axis_name):
-        return _ELEMENTS
-    users = {e.primitive.name for e, _ in compat.scoped(body) if axis_name in _axes_of(e)}
-    return _RANK if users - _SUMMED else _SUMS if users else _NONE
+    before = {axis for cut in call.takes for axis in cut.before}
+    axes, names = {axis_name, *before}, set[str]()
+    for equation, _ in compat.scoped(call.body.jaxpr):
+        named = axes.intersection(compat.axes_of(equation.params))
+        if named and before and named != axes:
+            return _INNER
+        names |= {equation.primitive.name} if named else set()
+    if "axis_index" in names:
+        ranks = _Ranks(axis_name)
+        ranks.program(call.body.jaxpr, [False] * len(call.takes))
+        if not ranks.is_used:  # but for keys
+            names = names - {"axis_index"} | {"psum"}
+    if names - _SUMMED:
+        return _RANK
+    return _SUMS if names else _MAPS if _maps_rows(call, axis_name) else _NONE
 
 
-def _axes_of(equation: Any) -> tuple[str, ...]:
-    return compat.axes_of(equation.params)
-
-
-def _maps_elements(body: Jaxpr, axis_name: str) -> bool:
-    def is_map(e: Any) -> bool:
-        name = e.primitive.name
-        if name in ("jit", "pjit", "custom_jvp_call", "custom_vjp_call"):
-            return all(_maps_elements(x, axis_name) for x in compat.inner_programs(e.params))
-        is_sum = name in _SUMMED and axis_name not in _axes_of(e)
-        return name in ELEMENTWISE or compat.is_elementwise(e) or is_sum
-
-    return all(map(is_map, body.eqns))
+def _maps_rows(call: Any, axis_name: str) -> bool:
+    """Whether each row of the results is made of one row of the arguments, by what specs cut."""
+    alone = _RowsOfBatch(axis_name, set(), set(), {})
+    where = lambda cuts: [None if cut.dim is None else RowAxis(cut.dim, 1) for cut in cuts]
+    made = alone.program(call.body.jaxpr, where(call.takes))
+    # A sum over an axis that cuts the same dimension is one of other entries, once it is whole.
+    shared = {axis for cut in call.takes for axis in (*cut.before, *cut.behind)}
+    sums = (e for e, _ in compat.scoped(call.body.jaxpr) if e.primitive.name not in compat.CASTS)
+    is_sum = any(shared.intersection(compat.axes_of(e.params)) for e in sums)
+    return not alone.mixes and not is_sum and made == where(call.makes)
 
 
 class _RowsOfBatch(RowsReading):
@@ -163,16 +198,21 @@ class _RowsOfBatch(RowsReading):
 
     Attributes:
         refusals: what is wrong, as errors.
+        mixes: how many operations have mixed rows.
     """
 
-    def __init__(self, axis_name: str, growing: set[int]) -> None:
+    def __init__(
+        self, axis_name: str, growing: set[int], closing: set[int], shown: dict[int, Any]
+    ) -> None:
         super().__init__()
+        self._shown = shown  # the marks of the user's own rows, in errors
         self.refusals = list[str]()
-        self._axis_name, self._growing = axis_name, growing
-        self._taken = dict[Any, Any]()  # marks of arguments, by what they make
-        self._judged = set[int]()  # of these, by id
-        self._made = dict[Any, tuple[str, Known, int, Found]]()  # by result, see `_mapped`
+        self._axis_name, self._growing, self._closing = axis_name, growing, closing
+        self._taken = dict[Any, dict[int, tuple[Any, Found]]]()  # by call, and number
         self._by_rank = set[int]()  # operations that take a part by the worker's number
+        self._ranked = set[str]()  # calls with a derivative of their own that tell workers apart
+        self.mixes = 0
+        self._is_silent = False  # what JAX made of a `shard_map` was judged as it was written
 
     def join(self, values: Iterable[Any]) -> Any:
         given = [*values]
@@ -185,9 +225,13 @@ class _RowsOfBatch(RowsReading):
         known = {x for x in of_batch if isinstance(x, RowAxis)}
         if lost or len({x[:2] for x in known}) > 1:
             return min(lost, default="code that lays rows along two axes")
-        return max(known, key=lambda x: x.is_part)
+        return max(known, key=lambda x: ("all", "grouped", "part", "again").index(x.order))
 
     def sliced(self, value: Any) -> Any:
+        if isinstance(value, RowAxis) and value.axis == 0 and value.order == "grouped":
+            return RowAxis(0, 1, "part")
+        if isinstance(value, RowAxis) and value.axis == 0 and value.block > 1:
+            return "a loop over rows"
         return _moved(value, -1) if isinstance(value, _Alike) else super().sliced(value)
 
     def stacked(self, value: Any) -> Any:
@@ -201,15 +245,18 @@ class _RowsOfBatch(RowsReading):
         name = equation.primitive.name
         if name == shard_maps.MARK:
             return [self._mark(equation, inputs[0])]
-        if name == "shard_map":
-            return self._mapped(equation, inputs)
+        if name == "shard_map":  # or what JAX made of it
+            before, self._is_silent = self._is_silent, True
+            made = self.program(equation.params["jaxpr"], inputs)
+            self._is_silent = before
+            return made
         every = lambda value: [value] * len(equation.outvars)
         is_of_batch = [isinstance(x, RowAxis | str) for x in inputs]
         if not any(is_of_batch):
             return [_alike(equation, inputs, x.aval.shape) for x in equation.outvars]
         where = place(self.around or equation)
         if id(equation) in self._by_rank and is_of_batch[0]:
-            self.refusals.append(
+            self._say(
                 f"{where} takes a part of one worker's rows by the worker's number, in a "
                 f"jax.shard_map whose specs do not name the workers' axis {self._axis_name!r}. It "
                 "has this worker's rows alone, whole: name the axis in in_specs, or take all rows"
@@ -218,110 +265,150 @@ class _RowsOfBatch(RowsReading):
         is_map = name in ELEMENTWISE or name in _SUMMED or compat.is_elementwise(equation)
         if is_map or any(isinstance(x, str) for x in inputs):
             return every(self.join(inputs))
+        self.mixes += 1
         if _is_statistic(equation, inputs):
             return every(None)
+        is_grouped = lambda x: isinstance(x, RowAxis) and x.order == "grouped"
+        inputs = [x._replace(order="all") if is_grouped(x) else x for x in inputs]
         rows = next(x for x in inputs if isinstance(x, RowAxis))
         if name == "concatenate" and equation.params["dimension"] == rows.axis:
             return every(where)
         found = super().operation(equation, inputs)
         is_slice = name in ("slice", "dynamic_slice") and isinstance(found[0], str)
         if is_slice and not set(equation.params.get("strides") or ()) - {1}:
-            return [rows._replace(is_part=True)]
-        if name == "reshape" and isinstance(found[0], RowAxis) and found[0].axis < 0:
-            # Micro-batches: rows are along the last of several axes.
-            shape, inner = equation.outvars[0].aval.shape, 1
-            for i in reversed(range(len(shape))):
-                if inner == found[0].block and shape[i] > 1:
-                    return [RowAxis(i, 1, is_part=True)]
-                inner *= shape[i]
-            return [where]
-        return [where if x == TRUSTED else x for x in found]
-
-    def _mapped(self, equation: Any, inputs: list[Any]) -> list[Any]:
-        """Reads a `shard_map`.
-
-        Of results of one whose specs name the axis, it notes how the body uses the axis, what the
-        arguments are at most, how many rows they have (0: not known), and what the body makes.
-        """
-        body, where = equation.params["jaxpr"], compat.place_of(equation)
-        read = [(None if isinstance(x, Literal) else x) for x in equation.invars]
-        marks = [self._taken.get(x) for x in read]
-        use = _use(body, self._axis_name)
-        if not any(marks):
-            if use == _RANK:
-                ranks = _Ranks(self._axis_name)
-                ranks.program(body, [False] * len(inputs))
-                self._by_rank |= ranks.indexed
-            return self.program(body, inputs)
-        # A derivative of one's own is given what its function's `shard_map` was judged by.
-        if use == _RANK and f"{shard_maps.SCOPE}_backward" in self.scopes:
-            use = _SUMS
-        # A backward pass has cotangents, and what was kept for it, beside arguments.
-        is_written = (
-            "transpose(" not in self.scopes or f"{shard_maps.SCOPE}_backward" in self.scopes
-        )
-        worst, counts = list[Found](), set[int]()
-        for mark, known, x in zip(marks, inputs, equation.invars):
-            if mark is None:
-                if is_written and isinstance(known, RowAxis | str) and x.aval.shape:
-                    self.refusals.append(
-                        f"the body of the jax.shard_map at {where}, whose specs name the workers' "
-                        f"axis {self._axis_name!r}, closes over a value of shape {x.aval.shape} "
-                        "that is made of a batch. Under jax.jit it is of all workers' rows, and "
-                        "here of one worker's: pass it as an argument, with the axis in its spec"
-                    )
-                continue
-            self._judge(mark, known, use)
-            if mark.params["dim"] is not None and isinstance(known, RowAxis | str):
-                worst.append(known if isinstance(known, str) else known._replace(axis=0, block=1))
-            if mark.params["dim"] is not None and isinstance(known, RowAxis):
-                counts.add(mark.params["rows"] // known.block)
-        found = self.join(worst), counts.pop() if len(counts) == 1 else 0
-        made = self.program(body, inputs)
-        self._made |= {x: (use, *found, own) for x, own in zip(equation.outvars, made)}
-        return made
+            return [rows._replace(order="part")]
+        if name == "reshape":
+            found = [_regrouped(found[0], equation.outvars[0].aval.shape) or where]
+        found = [where if x == TRUSTED else x for x in found]
+        self.mixes -= isinstance(found[0], RowAxis)
+        return found
 
     def _mark(self, mark: Any, known: Any) -> Any:
-        """Of an argument, remembers the mark. Judges a result, and says where its rows are."""
-        dim, rows, grows = mark.params["dim"], mark.params["rows"], id(mark) in self._growing
-        if mark.params["verb"] == "takes":
-            self._taken[mark.outvars[0]] = mark
+        """Judges what a `shard_map` takes and makes, as far as its specs name the axis."""
+        params = mark.params
+        call, number = params["call"], params["number"]
+        # A backward pass takes again what was judged. A rule of a derivative is code of its own.
+        rule = _RULE.findall(self.scopes)
+        is_judged = not self._is_silent and ("transpose(" not in self.scopes or bool(rule))
+        if params["verb"] == "takes":
+            self._taken.setdefault(call, {})[number] = mark, known
+            if is_judged and call.is_named:
+                self._judge(mark, known, rule)
             return known
-        use, worst, count, own = self._made.get(mark.invars[0], (_RANK, None, 0, None))
+        taken = self._taken.get(call, {})
+        silent, self._is_silent = self._is_silent, not is_judged
+        own = self._read_body(call, taken)[number]
+        self._is_silent = silent
+        if not call.is_named:
+            return own
+        dim, grows = params["dim"], id(mark) in self._growing
         if dim is None:
-            self._refuse(mark, grows)
+            self._refuse(mark, grows and is_judged)
             return None
         is_along = isinstance(own, RowAxis) and own.axis == dim
-        self._refuse(mark, not (grows or is_along or use == _ELEMENTS))
-        if not isinstance(worst, RowAxis):
-            return worst
-        if count and rows % count == 0:
-            return worst._replace(axis=dim, block=rows // count)
-        return f"the jax.shard_map at {mark.params['place']}"
+        is_map = _use(call, self._axis_name) == _MAPS
+        self._refuse(mark, is_judged and not (grows or is_along or is_map))
+        return self._rows_of(mark, [x for x in taken.values() if x[0].params["dim"] is not None])
 
-    def _judge(self, mark: Any, known: Found, use: str) -> None:
-        """Judges an argument of a `shard_map`."""
-        self._judged.add(id(mark))
-        dim, grows = mark.params["dim"], id(mark) in self._growing
+    def _rows_of(self, mark: Any, taken: list[tuple[Any, Found]]) -> Found:
+        """Where a result that a spec cuts has rows: each of its parts is made of one of theirs."""
+        rows = [(m, x) for m, x in taken if isinstance(x, RowAxis)]
+        lost = [x for _, x in taken if isinstance(x, str)]
+        if lost or not rows:
+            return self.join(lost)
+        count = {m.params["rows"] // x.block for m, x in rows}
+        size, where = mark.params["rows"], f"the jax.shard_map at {mark.params['call'].place}"
+        if len(count) > 1 or size % min(count):
+            return where
+        order = self.join(x._replace(axis=0, block=1) for _, x in rows)
+        assert isinstance(order, RowAxis)
+        return RowAxis(mark.params["dim"], size // min(count), order.order)
+
+    def _read_body(self, call: Any, taken: Any) -> Sequence[Found]:
+        """What a body makes, as it was written."""
+        body = call.body.jaxpr
+        if any(m.params["is_mapped"] for m, _ in taken.values()):
+            known = self.join(x for _, x in taken.values())
+            return ["a jax.vmap" if isinstance(known, RowAxis) else known] * len(body.outvars)
+        if not call.is_named and _use(call, self._axis_name) == _RANK:
+            ranks = _Ranks(self._axis_name)
+            ranks.program(body, [False] * len(body.invars))
+            self._by_rank |= ranks.indexed
+        given = [
+            self._cut_inside(*taken[i]) if i in taken else None for i in range(len(body.invars))
+        ]
+        closed = "values over which a body closes" if id(call) in self._closing else None
+        inputs: dict[Any, Any] = dict.fromkeys(body.constvars, closed)
+        inputs |= zip(body.invars, given)
+        found = self.read(body.eqns, inputs)
+        return [self.of(found, x) for x in body.outvars]
+
+    def _cut_inside(self, mark: Any, known: Found) -> Found:
+        """Where a body has rows. Where another axis cuts them, that of workers comes after it."""
+        cut = mark.params["call"].takes[mark.params["number"]]
+        if isinstance(known, RowAxis) and known.axis in cut.others:
+            return known._replace(order="again")
+        return known
+
+    def _judge(self, mark: Any, known: Found, rule: list[tuple[str, str]]) -> None:
+        """Judges an argument of a `shard_map` whose specs name the axis."""
+        call, dim = mark.params["call"], mark.params["dim"]
+        grows = id(mark) in self._growing
+        if id(call) in self._closing:
+            self._say(
+                f"the body of the jax.shard_map at {call.place}, whose specs name the workers' "
+                f"axis {self._axis_name!r}, closes over values that grow with the batch. Under "
+                "jax.jit they are of all workers' rows, and here of one worker's: pass them as "
+                "arguments, with the axis in their specs"
+            )
         if dim is None:
             self._refuse(mark, grows or isinstance(known, RowAxis))
-        elif isinstance(known, RowAxis) and known.axis == dim:
-            self._refuse(mark, known.is_part and use == _RANK, "are not all rows of a worker")
-        elif isinstance(known, str) and grows:
+            return
+        use = _use(call, self._axis_name)
+        if use == _RANK:  # a derivative is given cotangents, where its function was given rows
+            self._ranked |= {number for kind, number in rule if kind == "forward"}
+            is_known = any(kind == "backward" and n in self._ranked for kind, n in rule)
+            use = _SUMS if is_known else use
+        if use == _MAPS:
+            return
+        if use == _INNER:
+            before = sorted({axis for cut in call.takes for axis in cut.before})
+            self._refuse(mark, True, f"are cut over {before} first: name the workers' axis first")
+        elif grows and isinstance(known, RowAxis) and known.axis == dim:
+            is_part = known.order in ("part", "again")
+            self._refuse(mark, is_part and use == _RANK, "are not all rows of a worker")
+            self._refuse(mark, known.order == "again", "are those of several rows by turns")
+        elif grows and isinstance(known, str):
             self._refuse(mark, use == _RANK, f"may be in another order behind {known}")
-        elif use != _ELEMENTS:
+        else:
             is_alike = isinstance(known, _Alike) and dim in known.axes
             self._refuse(mark, not (is_alike and grows))
 
-    def judge_others(self, marks: Iterable[Any]) -> None:
-        """Refuses what was marked, and not met again as an argument."""
-        for mark in marks:
-            if mark.params["verb"] == "takes" and id(mark) not in self._judged:
-                self._refuse(mark, True)
-
     def _refuse(self, mark: Any, is_wrong: bool, why: str = "") -> None:
         if is_wrong:
-            self.refusals.append(_refusal(mark, self._axis_name, why))
+            self._say(_refusal(self._shown.get(id(mark), mark), self._axis_name, why))
+
+    def _say(self, text: str) -> None:
+        if not self._is_silent:
+            self.refusals.append(text)
+
+
+def _regrouped(rows: Known, shape: tuple[int, ...]) -> RowAxis | None:
+    """Where rows are in another shape, if the axis that grows with them tells."""
+    if not isinstance(rows, RowAxis) or rows.axis >= 0:
+        return rows if isinstance(rows, RowAxis) else None
+    inner = 1
+    for last in reversed(range(len(shape))):  # rows are along the axes up to this one
+        if inner == rows.block and shape[last] > 1:
+            break
+        inner *= shape[last]
+    else:
+        return None
+    growing = [i for i in range(last + 1) if shape[i] % _TIMES == 0]
+    if growing == [0]:  # groups of rows, or micro-batches of a fixed size
+        is_group = last == 1 and rows.order == "all"
+        return RowAxis(0, 1, "grouped" if is_group else rows.order)
+    return RowAxis(last, 1, "part") if growing == [last] else None  # micro-batches
 
 
 class _Ranks(Reading[bool]):
@@ -329,13 +416,14 @@ class _Ranks(Reading[bool]):
 
     Attributes:
         indexed: these operations, by id.
+        is_used: whether the number is used at all, but for keys of random numbers.
     """
 
     nothing = False
 
     def __init__(self, axis_name: str) -> None:
         super().__init__()
-        self.indexed = set[int]()
+        self.indexed, self.is_used = set[int](), False
         self._axis_name = axis_name
 
     def join(self, values: Iterable[bool]) -> bool:
@@ -349,8 +437,9 @@ class _Ranks(Reading[bool]):
         first = 2 if name == "dynamic_update_slice" else 1
         if is_indexing and any(inputs[first : None if name.startswith("dyn") else 2]):
             self.indexed.add(id(equation))
-        is_rank = name == "axis_index" and self._axis_name in _axes_of(equation)
+        is_rank = name == "axis_index" and self._axis_name in compat.axes_of(equation.params)
         is_key = name.startswith(_DRAWN)
+        self.is_used |= any(inputs) and not is_key and name != "convert_element_type"
         made = inputs[0] if is_indexing else any(inputs)
         return [is_rank or (made and not is_key)] * len(equation.outvars)
 
@@ -370,8 +459,18 @@ def _alike(equation: Any, inputs: list[Any], made: tuple[int, ...]) -> Found:
     if name == "broadcast_in_dim":
         to = equation.params["broadcast_dimensions"]
         return _Alike(every - {i for j, i in enumerate(to) if j not in own[0] and shapes[0][j] > 1})
-    if name in ("slice", "dynamic_slice"):
-        return _Alike(own[0])
+    if name in ("slice", "dynamic_slice", "tile"):
+        return _Alike(own[0] | {i for i, n in enumerate(shapes[0]) if n == 1})
+    if name == "concatenate":
+        return _Alike(frozenset.intersection(*own) - {equation.params["dimension"]})
+    if name == "pad":
+        config = equation.params["padding_config"]
+        return _Alike(own[0] - {i for i, one in enumerate(config) if any(one)})
+    if name == "reshape":
+        whole = lambda shape: [(i, n) for i, n in enumerate(shape) if n > 1]
+        pairs = list(zip(whole(shapes[0]), whole(made)))
+        same = itertools.takewhile(lambda pair: pair[0][1] == pair[1][1], pairs)
+        return _Alike(frozenset(new for (old, _), (new, _) in same if old in own[0]))
     if name in ELEMENTWISE or compat.is_elementwise(equation):
         return _Alike(every.intersection(*(x for x, shape in zip(own, shapes) if shape)))
     return None
@@ -410,7 +509,7 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
                 f"axis {axis_name!r}, and whether its derivative does so by hand can't be told: "
                 "use jax.custom_vjp"
             )
-        if axis_name not in _axes_of(equation):
+        if axis_name not in compat.axes_of(equation.params):
             continue
         for kind, call in _RULE.findall(scopes):
             # A cast to varying has a sum for its derivative.
