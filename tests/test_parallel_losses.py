@@ -154,11 +154,11 @@ def ranked(x):
     return jnp.tanh(x) * (1 + jnp.float32(lax.axis_index("data")))
 
 
-@pytest.mark.parametrize(("named", "body"), [(False, ranked), (True, jnp.tanh)])
-def test_per_worker_runs_one_workers_optimizer(named, body):
+@pytest.mark.parametrize("body", [ranked, jnp.tanh])
+def test_per_worker_runs_one_workers_optimizer(body):
     """Each worker's update is made from its own gradients, and nothing else crosses workers."""
     where = mesh_of((4, 2))
-    spec = P("data" if named else None, "tp")
+    spec = P(None, "tp")
     split = jax.shard_map(body, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
     inner = optax.stateless(lambda updates, _: jax.tree.map(split, updates))
     tx = optax.chain(jaxsparse.per_worker(inner, mesh=where), jaxsparse.dense(mesh=where))
@@ -508,7 +508,7 @@ NO_ROWS = {
     sorted_inside: r"takes a value of shape \(4, 8\), .* behind the jit at .*_losses",
     repeated_experts: r"takes a value of shape \(4, 8\), .* no rows of a batch",
     of_keys: r"takes a value of shape \(4,\), .* no rows of a batch",
-    in_a_loop: r"takes a value of shape \(1, 8\), .* no rows of a batch",
+    in_a_loop: r"takes a value of shape \(1, 8\), .* are of a fixed size",
     of_tokens: r"takes a value of shape \(32, 2\), whose 32 entries",
     of_own_numbers: r"takes a value of shape \(4,\), whose 4 entries",
     sorted_behind_a_kernel: r"takes a value of shape \(4, 16\), whose 4 entries",
@@ -521,7 +521,7 @@ NO_ROWS = {
     by_sequence: r"takes a value of shape \(4, 8\), whose 8 entries",
     by_loop: r"takes a value of shape \(16, 8\), whose 16 entries",
     of_devices: r"makes a value of shape \(1,\), whose 1 .* return an entry for each row",
-    of_known_size: r"whether these are a worker's rows can't be told. .* 13 times the rows",
+    of_known_size: r"whether these are a worker's rows can't be told. .* the rows of all 4 workers",
 }
 
 
@@ -571,23 +571,20 @@ def test_rows_that_a_body_takes_past_its_specs():
     )
 
 
-def test_where_each_worker_draws_its_batch_a_body_maps_elements():
+def test_a_batch_that_a_worker_draws_is_not_cut():
+    """Nothing tells its rows from weights."""
     where = mesh_of((4, 2))
-    spec, (params, _) = P("data"), put(where, 4)
-    for body, is_right in ((jnp.tanh, True), (lambda x: x * x[:1], False)):
+    body = jax.shard_map(
+        jnp.tanh, mesh=where, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
 
-        def loss(w, key, f=body):
-            x = jax.random.normal(jax.random.fold_in(key, lax.axis_index("data")), (8, 8))
-            return jnp.mean(f(x @ w["a"]) @ w["b"])
+    def loss(w, key):
+        x = jax.random.normal(jax.random.fold_in(key, lax.axis_index("data")), (8, 8))
+        return jnp.mean(body(x @ w["a"]) @ w["b"])
 
-        cut_body = jax.shard_map(body, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
-        grad = jaxsparse.grad(lambda *a, f=cut_body: loss(*a, f), batch_argnums=(), mesh=where)
-        if is_right:
-            plain = jax.vmap(jax.grad(loss), (None, None), axis_name="data", axis_size=4)
-            check(grad(params, jax.random.key(1)), plain(forms.W, jax.random.key(1)))
-        else:
-            with pytest.raises(ValueError, match=r"losses.py:\d+.* takes .* no rows of a batch"):
-                grad(params, jax.random.key(1))
+    grad = jaxsparse.grad(loss, batch_argnums=(), mesh=where)
+    with pytest.raises(ValueError, match=r"losses.py:\d+.* takes .* no rows of a batch"):
+        grad(put(where, 4)[0], jax.random.key(1))
 
 
 def test_numbers_beside_rows():
@@ -754,26 +751,28 @@ def test_attention_with_segments_in_a_scan(wrapper, checked):
 @pytest.mark.parametrize("how", ["scan", "map", "unrolled"])
 @pytest.mark.parametrize("size", [2, -1])
 def test_micro_batches(how, size):
-    """A fixed size does not grow with the batch, and is a part of its rows."""
+    """Parts of a fixed size are refused: a body's own part has another size on a device."""
     where = mesh_of((4, 2))
     spec = P("data", "tp")
     centred = lambda h: jnp.tanh(h - lax.pmean(h.mean(0, keepdims=True), "data"))
-    # What mixes rows has to grow: a fixed size may be anything.
-    body = jnp.tanh if size > 0 or how == "unrolled" else centred
-    split = jax.shard_map(body, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
+    split = jax.shard_map(centred, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
 
     def loss(w, x, f=split):
         of = lambda part: jnp.mean((f(f(part @ w["a"])) @ w["b"]) ** 2)
         parts = x.reshape(2 if size < 0 else -1, size, 8)
         if how == "scan":
             return lax.scan(lambda c, part: (c + of(part), None), 0.0, parts)[0]
-        if how == "map":
-            return lax.map(of, parts).mean()
-        return sum(of(x[i : i + 2]) for i in range(0, len(x), 2))
+        return lax.map(of, parts).mean() if how == "map" else sum(map(of, parts))
 
-    found = jaxsparse.value_and_grad(loss, mesh=where)(*put(where, 4))
-    plain = jax.vmap(jax.value_and_grad(lambda w, x: loss(w, x, body)), (None, 0), axis_name="data")
-    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+    both = jaxsparse.value_and_grad(loss, mesh=where)
+    if size > 0:
+        with pytest.raises(ValueError, match=r"are of a fixed size|are no rows of a batch"):
+            both(*put(where, 4))
+        return
+    plain = jax.vmap(
+        jax.value_and_grad(lambda w, x: loss(w, x, centred)), (None, 0), axis_name="data"
+    )
+    check(both(*put(where, 4)), plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 
 def test_a_branch_that_would_wait_is_refused_on_explicit_axes():

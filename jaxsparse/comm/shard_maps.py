@@ -87,6 +87,7 @@ class Call:
     Attributes:
         place: where it is.
         is_named: whether its specs name the axis of workers.
+        is_checked: whether JAX checks types in it.
         body: the program of its body. None: it was not traced.
         closed: numbers of elements of values that vary in the trace, and over which it closes.
         takes: what its specs cut over the axis of workers, of arguments.
@@ -95,6 +96,7 @@ class Call:
 
     place: str
     is_named: bool
+    is_checked: bool
     takes: list[Cut] = dataclasses.field(default_factory=list)
     makes: list[Cut] = dataclasses.field(default_factory=list)
     body: ClosedJaxpr | None = None
@@ -285,7 +287,7 @@ def _bound(
     """
     tracing, is_called = _TRACING.get(), False
     place = compat.place() if tracing is not None else ""
-    call = Call(place, False)
+    call = Call(place, False, check_vma)
     if tracing is not None and not tracing.is_simulated:
         _check_mesh(mesh, tracing, place)
     if tracing is not None and tracing.axis_name in mesh.axis_names:
@@ -418,6 +420,11 @@ def communicates(program: Jaxpr, axis_name: str) -> bool:
         e.primitive.name in compat.OPCODES and axis_name in compat.axes_of(e.params)
         for e, _ in compat.scoped(program)
     )
+
+
+def calls_in(program: Jaxpr) -> list[Call]:
+    """The calls whose marks a program has."""
+    return [e.params["call"] for e, _ in compat.scoped(program) if e.primitive.name == MARK]
 
 
 def names(spec: Any, axis_name: str) -> bool:

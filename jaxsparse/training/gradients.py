@@ -235,7 +235,7 @@ def on_workers(
         check(program.jaxpr)
         if mesh is not None and workers > 1:  # else nothing is cut
             again = functools.partial(trace, flat)
-            named_axes.check_named(program.jaxpr, of_batch, axis_name, types, again)
+            named_axes.check_named(program.jaxpr, of_batch, axis_name, workers, types, again)
         return program, tree
 
     def traced_inside(*leaves: Any, closed: Sequence[Any] = ()) -> OwnAndEqual:

@@ -25,21 +25,17 @@ class _Alike(NamedTuple):
 
 
 Found = Known | _Alike
-# How a body uses the axis of workers: "maps" makes each row of one row. "sums" are the same in any
-# order of workers. "rank" tells them apart. "inner" goes over some of several axes that cut rows.
-_MAPS, _NONE, _SUMS, _RANK, _INNER = "maps", "none", "sums", "rank", "inner"
+# How a body uses the axis of workers: "sums" are the same in any order of them, "rank" tells them
+# apart, and "inner" goes over some of several axes that cut rows.
+_NONE, _SUMS, _RANK, _INNER = "none", "sums", "rank", "inner"
 _SUMMED = {"psum", "psum_invariant", "pmax", "pmin", "enter_worker", "leave_worker", *compat.CASTS}
-
-
-# A batch is traced again with so many times its rows, so that few other sizes are equal to one of
-# these by chance, and an axis that grows with the rows is known by its size.
-_TIMES = 13
 
 
 def check_named(
     program: Jaxpr,
     of_batch: Sequence[bool],
     axis_name: str,
+    workers: int,
     types: Sequence[Any],
     trace: Callable[[list[Any]], ClosedJaxpr],
 ) -> None:
@@ -48,43 +44,46 @@ def check_named(
     A body would take all of it for a part: of weights, of keys, of a sequence. A result may be a
     device's own sum. It is right where
 
-    - the body makes each row of one row, or
     - rows of the batch are followed to it, in their order (a part of them, if the body does not
-      tell workers apart), or
-    - they can't be followed, the body does not tell workers apart, and what is cut grows with the
-      batch. What is equal for all rows, or drawn for each, has to grow as well.
+      tell workers apart), or they can't be followed, and the body does not tell workers apart; or
+      it is equal for all rows, or drawn for each; and
+    - what is cut grows as the batch does, in a trace with the rows of all workers, which is what
+      the loss was written for. Whatever a body does by the size of its part, it then does here as
+      on a device.
 
     Args:
         program: what `one_worker.trace` returned.
         of_batch: of each argument, whether it is of a batch.
         axis_name: the axis of the workers.
+        workers: their number.
         types: the types of the arguments.
         trace: traces the function with other types.
     """
     marks = _marks(program)
     if not marks:
         return
-    growing, closing, shown = set[int](), set[int](), dict[int, Any]()
+    growing, closing, few = set[int](), set[int](), dict[int, Any]()
     if any(of_batch):
-        more = lambda x: x.update(shape=(_TIMES * x.shape[0], *x.shape[1:]))
+        more = lambda x: x.update(shape=(workers * x.shape[0], *x.shape[1:]))
         try:
-            program = trace([more(x) if yes else x for x, yes in zip(types, of_batch)]).jaxpr
+            whole = trace([more(x) if yes else x for x, yes in zip(types, of_batch)]).jaxpr
         except Exception as error:
             cut = [m for m in marks if m.params["dim"] is not None]
             if not cut:
                 return
             raise ValueError(
                 f"{_cut(cut[0], axis_name)} and whether these are a worker's rows can't be told. "
-                f"The function was traced with {_TIMES} times the rows of the batch, and that "
-                f"raised {type(error).__name__}: {error}. Take the numbers of rows from shapes, or "
-                f"leave {axis_name!r} out of that spec"
+                f"The function was traced with the rows of all {workers} workers, and that raised "
+                f"{type(error).__name__}: {error}. Take the numbers of rows from shapes, or leave "
+                f"{axis_name!r} out of that spec"
             ) from error
-        marks, few = _marks(program), marks
-        growing, closing = _growing(few, marks), _closing(few, marks)
-        if len(few) == len(marks):
-            shown = dict(zip(map(id, marks), few))
-    reading = _RowsOfBatch(axis_name, growing, closing, shown)
+        _pair(program, whole, few)
+        program, own, marks = whole, marks, _marks(whole)
+        growing = {id(m) for m in marks if id(m) in few and _grows(m, few[id(m)], workers)}
+        closing = _closing(own, marks)
+    reading = _RowsOfBatch(axis_name, growing, closing, few)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
+    reading.refuse_unread(e for e, _ in compat.scoped(program))
     if reading.refusals:
         raise ValueError(reading.refusals[0])
 
@@ -138,21 +137,30 @@ def _marks(program: Jaxpr) -> list[Any]:
     return found
 
 
-def _growing(few: list[Any], many: list[Any]) -> set[int]:
-    """The marks of a program of more rows, by id, of what is larger there."""
-    size = lambda mark: mark.params["rows"]
-    # What is cut grows as rows do, and what is not cut has to stay as it is.
-    most = lambda mark: size(mark) + 1 if mark.params["dim"] is None else _TIMES * size(mark)
-    if len(few) == len(many):
-        return {id(m) for own, m in zip(few, many) if size(m) >= most(own)}
-    found = set[int]()  # a loop over rows was unrolled
-    kind = lambda m: (m.params["call"].place, *(m.params[x] for x in ("number", "verb", "dim")))
-    for mark in many:
-        before, now = ({size(m) for m in all if kind(m) == kind(mark)} for all in (few, many))
-        grows = before != now if mark.params["dim"] is None else min(now) > max(before, default=0)
-        if grows:
-            found.add(id(mark))
-    return found
+def _pair(few: Jaxpr, many: Jaxpr, pairs: dict[int, Any]) -> bool:
+    """Pairs the equations of a program of more rows, by id, with those of fewer.
+
+    It stops where they differ, as where a loop over rows was unrolled, or Python branched on their
+    number: what comes behind does not count as growing. Returns whether all are alike.
+    """
+    if len(few.eqns) != len(many.eqns):
+        return False
+    for own, other in zip(few.eqns, many.eqns):
+        if own.primitive is not other.primitive:
+            return False
+        pairs[id(other)] = own
+        programs = [[*compat.inner_programs(e.params)] for e in (own, other)]
+        if own.primitive.name == shard_maps.MARK:
+            programs = [[e.params["call"].body.jaxpr] for e in (own, other)]
+        if not all(_pair(less, more, pairs) for less, more in zip(*programs)):
+            return False
+    return True
+
+
+def _grows(mark: Any, few: Any, times: int) -> bool:
+    """Whether what is cut grows as rows do. What is not cut has to stay as it is."""
+    own, now = few.params["rows"], mark.params["rows"]
+    return own != now if mark.params["dim"] is None else now == times * own > 0
 
 
 def _closing(few: list[Any], many: list[Any]) -> set[int]:
@@ -178,19 +186,7 @@ def _use(call: Any, axis_name: str) -> str:
             names = names - {"axis_index"} | {"psum"}
     if names - _SUMMED:
         return _RANK
-    return _SUMS if names else _MAPS if _maps_rows(call, axis_name) else _NONE
-
-
-def _maps_rows(call: Any, axis_name: str) -> bool:
-    """Whether each row of the results is made of one row of the arguments, by what specs cut."""
-    alone = _RowsOfBatch(axis_name, set(), set(), {})
-    where = lambda cuts: [None if cut.dim is None else RowAxis(cut.dim, 1) for cut in cuts]
-    made = alone.program(call.body.jaxpr, where(call.takes))
-    # A sum over an axis that cuts the same dimension is one of other entries, once it is whole.
-    shared = {axis for cut in call.takes for axis in (*cut.before, *cut.behind)}
-    sums = (e for e, _ in compat.scoped(call.body.jaxpr) if e.primitive.name not in compat.CASTS)
-    is_sum = any(shared.intersection(compat.axes_of(e.params)) for e in sums)
-    return not alone.mixes and not is_sum and made == where(call.makes)
+    return _SUMS if names else _NONE
 
 
 class _RowsOfBatch(RowsReading):
@@ -198,20 +194,19 @@ class _RowsOfBatch(RowsReading):
 
     Attributes:
         refusals: what is wrong, as errors.
-        mixes: how many operations have mixed rows.
     """
 
     def __init__(
-        self, axis_name: str, growing: set[int], closing: set[int], shown: dict[int, Any]
+        self, axis_name: str, growing: set[int], closing: set[int], few: dict[int, Any]
     ) -> None:
         super().__init__()
-        self._shown = shown  # the marks of the user's own rows, in errors
+        self._few = few  # equations of one worker's rows, by those of all
         self.refusals = list[str]()
         self._axis_name, self._growing, self._closing = axis_name, growing, closing
         self._taken = dict[Any, dict[int, tuple[Any, Found]]]()  # by call, and number
         self._by_rank = set[int]()  # operations that take a part by the worker's number
         self._ranked = set[str]()  # calls with a derivative of their own that tell workers apart
-        self.mixes = 0
+        self._read = set[int]()  # marks, by id
         self._is_silent = False  # what JAX made of a `shard_map` was judged as it was written
 
     def join(self, values: Iterable[Any]) -> Any:
@@ -265,7 +260,6 @@ class _RowsOfBatch(RowsReading):
         is_map = name in ELEMENTWISE or name in _SUMMED or compat.is_elementwise(equation)
         if is_map or any(isinstance(x, str) for x in inputs):
             return every(self.join(inputs))
-        self.mixes += 1
         if _is_statistic(equation, inputs):
             return every(None)
         is_grouped = lambda x: isinstance(x, RowAxis) and x.order == "grouped"
@@ -278,10 +272,11 @@ class _RowsOfBatch(RowsReading):
         if is_slice and not set(equation.params.get("strides") or ()) - {1}:
             return [rows._replace(order="part")]
         if name == "reshape":
-            found = [_regrouped(found[0], equation.outvars[0].aval.shape) or where]
-        found = [where if x == TRUSTED else x for x in found]
-        self.mixes -= isinstance(found[0], RowAxis)
-        return found
+            shape, few = equation.outvars[0].aval.shape, self._few.get(id(equation))
+            before = shape if few is None else few.outvars[0].aval.shape
+            growing = [i for i, (n, less) in enumerate(zip(shape, before)) if n != less]
+            found = [_regrouped(found[0], shape, growing) or where]
+        return [where if x == TRUSTED else x for x in found]
 
     def _mark(self, mark: Any, known: Any) -> Any:
         """Judges what a `shard_map` takes and makes, as far as its specs name the axis."""
@@ -289,7 +284,8 @@ class _RowsOfBatch(RowsReading):
         call, number = params["call"], params["number"]
         # A backward pass takes again what was judged. A rule of a derivative is code of its own.
         rule = _RULE.findall(self.scopes)
-        is_judged = not self._is_silent and ("transpose(" not in self.scopes or bool(rule))
+        is_judged = not self._is_silent and ("transpose(jvp(" not in self.scopes or bool(rule))
+        self._read.add(id(mark))
         if params["verb"] == "takes":
             self._taken.setdefault(call, {})[number] = mark, known
             if is_judged and call.is_named:
@@ -305,9 +301,7 @@ class _RowsOfBatch(RowsReading):
         if dim is None:
             self._refuse(mark, grows and is_judged)
             return None
-        is_along = isinstance(own, RowAxis) and own.axis == dim
-        is_map = _use(call, self._axis_name) == _MAPS
-        self._refuse(mark, is_judged and not (grows or is_along or is_map))
+        self._refuse(mark, is_judged and not grows)
         return self._rows_of(mark, [x for x in taken.values() if x[0].params["dim"] is not None])
 
     def _rows_of(self, mark: Any, taken: list[tuple[Any, Found]]) -> Found:
@@ -369,8 +363,6 @@ class _RowsOfBatch(RowsReading):
             self._ranked |= {number for kind, number in rule if kind == "forward"}
             is_known = any(kind == "backward" and n in self._ranked for kind, n in rule)
             use = _SUMS if is_known else use
-        if use == _MAPS:
-            return
         if use == _INNER:
             before = sorted({axis for cut in call.takes for axis in cut.before})
             self._refuse(mark, True, f"are cut over {before} first: name the workers' axis first")
@@ -382,21 +374,31 @@ class _RowsOfBatch(RowsReading):
             self._refuse(mark, use == _RANK, f"may be in another order behind {known}")
         else:
             is_alike = isinstance(known, _Alike) and dim in known.axes
-            self._refuse(mark, not (is_alike and grows))
+            is_part = isinstance(known, RowAxis) and known.axis == dim
+            why = "are of a fixed size: cut a batch into a fixed number of parts" if is_part else ""
+            self._refuse(mark, not (is_alike and grows), why)
+
+    def refuse_unread(self, equations: Iterable[Any]) -> None:
+        """Refuses what stands in programs of operations that are not followed."""
+        for mark in equations:
+            if mark.primitive.name == shard_maps.MARK and id(mark) not in self._read:
+                self._refuse(mark, mark.params["dim"] is not None)
 
     def _refuse(self, mark: Any, is_wrong: bool, why: str = "") -> None:
         if is_wrong:
-            self._say(_refusal(self._shown.get(id(mark), mark), self._axis_name, why))
+            self._say(_refusal(self._few.get(id(mark), mark), self._axis_name, why))
 
     def _say(self, text: str) -> None:
         if not self._is_silent:
             self.refusals.append(text)
 
 
-def _regrouped(rows: Known, shape: tuple[int, ...]) -> RowAxis | None:
-    """Where rows are in another shape, if the axis that grows with them tells."""
-    if not isinstance(rows, RowAxis) or rows.axis >= 0:
-        return rows if isinstance(rows, RowAxis) else None
+def _regrouped(rows: Known, shape: tuple[int, ...], growing: list[int]) -> RowAxis | None:
+    """Where rows are in another shape. The axis that grows with them tells, and no equal sizes."""
+    if not isinstance(rows, RowAxis) or len(growing) != 1:
+        return None
+    if rows.axis >= 0:
+        return rows if growing == [rows.axis] else None
     inner = 1
     for last in reversed(range(len(shape))):  # rows are along the axes up to this one
         if inner == rows.block and shape[last] > 1:
@@ -404,7 +406,6 @@ def _regrouped(rows: Known, shape: tuple[int, ...]) -> RowAxis | None:
         inner *= shape[last]
     else:
         return None
-    growing = [i for i in range(last + 1) if shape[i] % _TIMES == 0]
     if growing == [0]:  # groups of rows, or micro-batches of a fixed size
         is_group = last == 1 and rows.order == "all"
         return RowAxis(0, 1, "grouped" if is_group else rows.order)

@@ -73,7 +73,9 @@ def trace(
         _check_names(program.jaxpr, axis_name)
     if program is not None and not _untyped(program.jaxpr, axis_name):
         return program
-    if tracing.has_named:
+    # JAX keeps what it traced of an inner jit, and calls no shard_map in it again.
+    calls = [] if program is None else shard_maps.calls_in(program.jaxpr)
+    if tracing.has_named or any(call.is_named and call.is_checked for call in calls):
         with shard_maps.leave_out(axis_name, workers, "named"):
             program = _trace(one, shapes, axis_name, workers, axis_name, "named")
     assert program is not None
@@ -132,7 +134,8 @@ def told_of_explicit(mesh: AnyMesh | None, axis_name: str) -> Iterator[None]:
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
         words = str(error) or repr(axis_name)  # JAX asserts without words
         is_of_axis = any(
-            word in words for word in (repr(axis_name), f": {axis_name} ", "`Manual`", "{V:")
+            word in words
+            for word in (repr(axis_name), f": {axis_name} ", "`Manual`", "{V:", "cotangent type")
         )
         if mesh is None or AxisType.Explicit not in mesh.axis_types or not is_of_axis:
             raise
