@@ -224,6 +224,28 @@ def test_weights_of_a_broken_worker_are_forgotten_and_others_kept():
     np.testing.assert_allclose(state.params[0], [-(2 * 2 + 4 * 10) / 12], rtol=1e-6)
 
 
+def test_a_step_that_is_dropped_beside_an_exchange_weighs_nothing():
+    """Worker 0 breaks before the exchange, and makes a step of weight 6 beside it."""
+    train = LocalSteps(
+        lambda state, batch: ((state[0] - batch["move"],), ()),
+        *MEAN,
+        2,
+        every=2,
+        streaming=outer.Streaming(1, overlap=1, mixing=0.0),
+        weight=lambda batch: batch["tokens"].sum(),
+    )
+    state = train.init((jnp.zeros(1),))
+    moved = np.float32([[1, 1], [np.nan, 1], [50, 1], [1, 1]])
+    tokens = np.int32([[1, 1], [1, 1], [6, 1], [1, 1]])
+    for t in range(4):
+        batch = {"move": jnp.asarray(moved[t]), "tokens": jnp.asarray(tokens[t])}
+        state, _ = train(state, batch, t)
+    assert np.asarray(state.weight.value)[:, 0].tolist() == [1, 4]
+    state = train.finish(state)
+    # One move of weight 1, and four of weight 4.
+    np.testing.assert_allclose(state.params[0], [-(1 * 1 + 4 * 4) / 5], rtol=1e-6)
+
+
 def draw(seed):
     """A random program, its twin in NumPy, and their settings."""
     rng = np.random.default_rng(seed)
@@ -487,6 +509,8 @@ PACES = {
     # Fragment 1 begins after 2 steps with an overlap of 4, and again after 5.
     "beside": ([(4, 6, 4), (3, 3, 2), (4, 8, 0)], 0.25),
     "shorter": ([(5, 6, 5), (6, 6, 0), (2, 6, 3)], 0.0),
+    # Fragment 2 begins after 4 steps with an overlap of 5, and without one after 8.
+    "at once": ([(5, 6, 5), (4, 3, 0)], 0.25),
     # After the last step the new number says that fragment 0 has just been exchanged.
     "ends": ([(7, 4, 0), (0, 7, 0)], 0.5),
 }

@@ -314,6 +314,8 @@ class LocalSteps:
             state = self.mixed[p](state)
         if not overlap and (fragment := self.due(t + 1)) is not None:
             self._meet("exchanges", t + 1)
+            if arrives[fragment] > t + 1:  # it began with an overlap
+                state = self.mixed[fragment](state)
             state = self.outer[fragment](state)
             arrives[fragment] = t + 1
         self._last = state.steps, t + 1, arrives

@@ -111,7 +111,7 @@ class Worker(NamedTuple):
     ) -> tuple[Any, Any, Array, Any]:
         """A step alone: the worker after it, what it shows, steps done, and its weight."""
         after, out = stepped(self.train, PerWorker.unwrap(worker), batch, *rest)
-        weight = self._weighed(weight, batch)
+        weight = self._weighed(weight, batch, jnp.bool_(False))
         return PerWorker.wrap(after), PerWorker.wrap(out), steps + 1, weight
 
     def exchange(self, state: LocalState, fragment: int) -> LocalState:
@@ -140,7 +140,7 @@ class Worker(NamedTuple):
         state = state._replace(
             worker=PerWorker.wrap(after),
             steps=state.steps + 1,
-            weight=self._weighed(state.weight, batch),
+            weight=self._weighed(state.weight, batch, broken),
         )
         return state, PerWorker.wrap(out)
 
@@ -207,8 +207,8 @@ class Worker(NamedTuple):
             weight=PerWorker.wrap(weight),
         )
 
-    def _weighed(self, weight: Any, batch: Any) -> Any:
-        """The weights after a step on this batch."""
+    def _weighed(self, weight: Any, batch: Any, is_dropped: Bool[Array, ""]) -> Any:
+        """The weights after a step on this batch, which weighs nothing if its moves are dropped."""
         if self.weight is None:
             return ()
         own = self.weight(released(batch))
@@ -220,7 +220,7 @@ class Worker(NamedTuple):
                 "give its number of tokens, as mask.sum() counts them"
             )
         check_counts("weight", dtype)
-        own = jnp.asarray(own).astype(jnp.float32)
+        own = jnp.where(is_dropped, 0, jnp.asarray(own).astype(jnp.float32))
         return jax.tree.map(lambda before: before + own, weight)
 
     def _mixed(self, worker: Any, state: LocalState, fragment: int, mixing: float | None) -> Any:
