@@ -1464,6 +1464,38 @@ def test_a_saved_state_that_is_not_finite_starts_anew(clock):
     np.testing.assert_array_equal(state.worker[0]["w"], state.params["w"])
 
 
+def test_what_is_owed_keeps_its_weight_when_later_steps_are_not_finite(clock):
+    """Amsterdam's message is late twice, because bergen does not see it."""
+    store = reference.Memory()
+    link = reference.Link(store)
+    make = functools.partial(
+        reference.member, clock=clock, programs=reference.arithmetic(weighted=True)
+    )
+    members = make(store, NAMES[0], grace=1e9), make(link, NAMES[1], grace=0.0)
+    states = [one.join(reference.start()) for one in members]
+    link.show(store.objects, ["messages"])
+    begun, exchange = members[0].begin(reference.moved(states[0], [8] * 6)._replace(weight=3.0))
+    for _ in range(2):
+        assert not exchange.advance()
+        state, alone = members[1].begin(reference.moved(states[1], [0] * 6))
+        assert alone.advance()
+        states[1] = members[1].finish(state, alone)
+    assert exchange.advance()
+    state = members[0].finish(begun, exchange)
+    owed = reference.residual(state)
+    assert (exchange.counted, state.weight) == (False, 3.0)
+    for saved in (False, True):
+        spoilt = reference.moved(state, [np.nan] * 6)._replace(weight=4.0)
+        with pytest.warns(UserWarning, match="amsterdam are not finite in round 2"):
+            if saved:
+                after = make(store, NAMES[0]).join(spoilt)
+            else:
+                after, none = members[0].begin(spoilt)
+                assert none is None
+        assert (after.steps, after.weight) == (0, 3.0)
+        np.testing.assert_array_equal(reference.residual(after), owed)
+
+
 def test_a_step_that_leaves_parameters_as_they_are_keeps_its_weight():
     """As one does that leaves out a gradient that is not finite. It is the same in LocalSteps."""
 
