@@ -161,6 +161,37 @@ def test_a_weight_that_has_left_the_range_still_counts(weight, sent, clock):
     assert [each.weight for each in one.rounds.decided(0).members] == [sent]
 
 
+def fading():
+    """Programs of an exchange of two of six entries, whose residuals fade by half."""
+    exchange = jaxsparse.top_k(0.2, decay=0.5, axis_name=None, is_dense=lambda *_: False)
+    return {"programs": Arithmetic(exchange, optax.sgd(1.0), lambda state: state[0])}
+
+
+def test_what_an_island_owes_does_not_fade_while_others_go_on(clock):
+    """It moves, sleeps for three rounds, and then sends the two largest entries."""
+    settings = fading()
+    members, states = joined(reference.Memory(), NAMES[:2], clock, grace=0.0, **settings)
+    state, exchange = members[0].begin(reference.moved(states[0], [6, 5, 4, 3, 2, 1]))
+    states = ran(members[1:], states[1:], 3, np.zeros((3, 1, 6)), clock)
+    assert exchange.advance()
+    state = members[0].finish(state, exchange)
+    np.testing.assert_array_equal(reference.flat(state.params), [6, 5, 0, 0, 0, 0])
+    np.testing.assert_array_equal(reference.residual(state), [0, 0, -4, -3, -2, -1])
+
+
+def test_replayed_rounds_do_not_fade_what_an_island_owes(clock):
+    settings = fading()
+    members, states = joined(reference.Memory(), NAMES[:3], clock, **settings)
+    moves = np.array([[[6, 5, 4, 3, 2, 1]] * 3, np.zeros((3, 6))])
+    states = ran(members, states, 1, moves, clock)
+    broken = jax.tree.map(lambda x: x + 2**-20, states[1].params)
+    states[1] = states[1]._replace(params=broken)
+    with pytest.warns(UserWarning, match="reloads the snapshot of round 0"):
+        states = ran(members, states, 1, moves[1:], clock)
+    for state in states:
+        np.testing.assert_allclose(reference.residual(state), [0, 0, 0, 0, -1, -0.5], atol=1e-5)
+
+
 def test_parameters_that_drifted_are_reloaded(clock):
     members, states = joined(reference.Memory(), NAMES[:3], clock)
     moves = np.random.default_rng(1).normal(size=(5, 3, 6))

@@ -147,9 +147,10 @@ class Exchange(optax.GradientTransformationExtraArgs):
             like: the gradients, or other arrays of their shapes and dtypes.
             state: as in `post`.
             counts: whether this worker's own message is among them. If it came too late, its
-                residual keeps what it sent of compressed leaves, for the next step. Uncompressed
-                leaves have no residual, so their part is lost: compress all leaves
-                (`is_dense=lambda *_: False`) where that matters. With `decay=0` all of it is lost.
+                residual keeps what it sent of compressed leaves, for the next step, which sends it
+                without fading it by `decay` again. Uncompressed leaves have no residual, so their
+                part is lost: compress all leaves (`is_dense=lambda *_: False`) where that matters.
+                With `decay=0` all of it is lost.
                 A gradient that is not finite is left out.
             weights: float32[workers], above 0: the mean is sum(weights * vectors) / sum(weights).
                 None: all count alike. Residuals stay as they are: each worker's own, without its

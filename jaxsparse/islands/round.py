@@ -196,7 +196,9 @@ class Round:
         after, applied = member.arithmetic.outer_step(messages, weights, half, before, part=part)
         counts = self._counts_in(decision)
         if not (is_own and counts):
-            after = with_own(after, member.arithmetic.owed(half, before, part=part))
+            # It has sent nothing in a round that it only follows: what it owes stays as it is.
+            own = member.arithmetic.owed(half, before, part=part) if is_own else before.outer
+            after = with_own(after, own)
         if was_sent := self._was_sent_in(decision):
             after = member.arithmetic.without_debts(after)
         if decision.digest != self._digest_now() and (found := self._reload(decision, after)):
