@@ -192,6 +192,23 @@ def test_replayed_rounds_do_not_fade_what_an_island_owes(clock):
         np.testing.assert_allclose(reference.residual(state), [0, 0, 0, 0, -1, -0.5], atol=1e-5)
 
 
+@pytest.mark.parametrize("rate", [1.0, 1e38])
+def test_a_round_that_is_not_applied_is_told_and_an_infinity_may_stay(rate, clock):
+    """An infinity that was in the state, as the bound of a clip that is off."""
+    clip = optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=jnp.inf)
+    optimizer = optax.chain(clip, optax.sgd(rate))
+    exchange = jaxsparse.dense(axis_name=None)
+    settings = {"programs": Arithmetic(exchange, optimizer, lambda state: state[0])}
+    (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock, **settings)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        state, exchange = exchanged(one, state, clock, by=8)
+    state, (report,) = one.finish(state, exchange), one.reports
+    np.testing.assert_array_equal(reference.flat(state.params), 8 if report.applied else 0)
+    assert report.applied == (rate == 1) == (not told) == ("not applied" not in str(report))
+    assert all("sum of round 0 is not applied" in str(each.message) for each in told)
+
+
 def test_parameters_that_drifted_are_reloaded(clock):
     members, states = joined(reference.Memory(), NAMES[:3], clock)
     moves = np.random.default_rng(1).normal(size=(5, 3, 6))

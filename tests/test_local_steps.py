@@ -408,6 +408,16 @@ def test_other_state_of_a_broken_worker_loses_what_is_not_finite():
     np.testing.assert_array_equal(state.worker[1].value, [[3] * 4, [0, 3, 3, 3], [3] * 4])
 
 
+def test_an_infinity_in_the_state_of_an_optimizer_stays():
+    """As the bound of a clip that is off."""
+    clip = optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=jnp.inf)
+    tx = optax.chain(clip, optax.sgd(1.0))
+    train = LocalSteps(lambda s, b: ((s[0] - b[0],), ()), jaxsparse.dense(), tx, 2)
+    state, _ = train(train.init((jnp.zeros(2),)), jnp.ones((2, 1)))
+    np.testing.assert_array_equal(state.params, [-1, -1])
+    assert int(state.skipped) == 0
+
+
 @pytest.mark.parametrize(
     ("tx", "moves_", "workers"),
     [

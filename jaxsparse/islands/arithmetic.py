@@ -33,12 +33,12 @@ from jaxsparse.outer.worker import (
     check_optimizer,
     check_outer,
     displacement,
+    has_overflowed,
     part_of,
     picked,
     put_back,
     replaced,
     second_copies,
-    skips,
     taken,
     widened,
     with_rows,
@@ -237,9 +237,8 @@ class Arithmetic:
         mean, sent = self._exchange.receive(messages, begun.posted, params, sent, weights=weights)
         updates, moments = self._optimizer.update(mean, moments, params)
         after = Shared(optax.apply_updates(params, updates), ((sent, moments),))
-        equal = map_marked(lambda x, own: 0 if own else x, after)
         started = Shared(params, before.outer[part : part + 1])
-        ok = all_finite(jax.tree.leaves(equal)) & (skips(after.outer) == skips(started.outer))
+        ok = ~has_overflowed(started, after)
         params, outer = jax.tree.map(functools.partial(jnp.where, ok), after, started)
         merged = with_rows(before.params, places, jax.tree.leaves(params))
         return Shared(merged, _with(before.outer, part, outer[0])), ok

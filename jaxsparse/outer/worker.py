@@ -182,9 +182,7 @@ class Worker(NamedTuple):
         updated = optax.apply_updates(params, updates)
         flag = jnp.where(broken, jnp.float32(1), jnp.float32(0))
         any_broken = wire.pmax(flag, self.axis_name) > 0
-        # Replicated values are the same on all workers, and so is whether they are finite.
-        equal = [updated, map_marked(lambda x, is_own: 0 if is_own else x, after)]
-        overflows = ~all_finite(jax.tree.leaves(equal)) | (skips(after) != skips(before))
+        overflows = has_overflowed((params, before), (updated, after))
         ok = ~any_broken & ~overflows
         kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
         outer = list(state.outer)
@@ -454,6 +452,21 @@ def _described(leaf: Any) -> str:
 def skips(outer: Any) -> Array:
     """How many steps the exchanges of an outer optimizer have skipped."""
     return sum((one.skipped for one in states_in(outer)), jnp.int32(0))
+
+
+def has_overflowed(before: Any, after: Any) -> Bool[Array, ""]:
+    """Whether global parameters or the outer state were finite before an outer step, and aren't.
+
+    They are the same on all workers, and so is this. An infinity that was there before, such as the
+    bound of a clip that is off, may stay.
+    """
+    equal = lambda tree: jax.tree.leaves(map_marked(lambda x, is_own: 0 if is_own else x, tree))
+    broke = [
+        jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new))
+        for old, new in zip(equal(before), equal(after))
+        if jnp.issubdtype(jnp.result_type(new), jnp.inexact)
+    ]
+    return jnp.any(jnp.array(broke)) | (skips(after) != skips(before))
 
 
 def widened(x: Any) -> Array:
