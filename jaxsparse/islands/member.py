@@ -179,8 +179,8 @@ class Member:
             self._tell_not_finite(exchange.round)
             state, beside = state._replace(steps=0), 0.0
         owed = exchange.owed_weight if self.arithmetic.is_weighted else 0.0
-        numbers = exchange.round, state.steps, beside + owed, state.island, owed
-        return IslandState(worker, *shared, *numbers)
+        weight, round = beside + owed, exchange.round
+        return IslandState(worker, *shared, round, state.steps, weight, state.island, owed)
 
     def _tell_not_finite(self, round: int) -> None:
         warnings.warn(
