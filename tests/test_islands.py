@@ -1157,6 +1157,24 @@ def joined_to(store, names, clock, programs, first):
     return members, [one.join(first) for one in members]
 
 
+def test_rules_of_an_exchange_are_for_the_whole_and_not_for_each_fragment(clock):
+    """Fragment 0 has no compressed leaf, and fragment 1 comes late all the same."""
+    rules = {"w1": jaxsparse.reducers.TopK(1.0)}
+    make = lambda rules: Arithmetic(
+        jaxsparse.partition(rules, axis_name=None), optax.sgd(1.0), lambda state: state[0], False, 2
+    )
+    with pytest.raises(ValueError, match=r"no leaf is left for \['w2'\]"):
+        make(rules | {"w2": None}).start(reference.start(2))
+    store, settings = reference.Memory(), {"programs": make(rules), "grace": 0.0}
+    members = [reference.member(store, name, clock, **settings) for name in NAMES[:2]]
+    states = [one.join(reference.start(2)) for one in members]
+    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
+    ran(members[1:], states[1:], 1, np.zeros((1, 1, 6)), clock)
+    assert exchange.advance()
+    assert exchange.counted
+    np.testing.assert_array_equal(members[0].finish(state, exchange).params["w1"], [8, 8, 8])
+
+
 def test_a_fragment_leaves_the_others_where_they_are(clock):
     """Bit for bit: an island's own moves of them, and the global parameters."""
     (one,), (state,) = joined_to(reference.Memory(), ["one"], clock, *in_fragments(2))

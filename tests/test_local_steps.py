@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import mesh, rows, some
 
 import jaxsparse
-from jaxsparse import LocalSteps, PerWorker, Stages, outer, reshard
+from jaxsparse import LocalSteps, PerWorker, Stages, outer, reducers, reshard
 
 # Three layers, and a leaf without a layer, which is in fragment 0 of streaming.
 SHAPES = {"embedding": (5, 3), "layers": [(7, 2), (4,), (3, 3)]}
@@ -381,6 +381,35 @@ def test_layers_that_are_stacked_stream_as_in_numpy(way):
         of_a_device = 4 * 3 * 4 * 6 // 2
         assert of_a_device <= moved.across("data").payload <= of_a_device + 16
         assert moved.within("data").received <= 64
+
+
+def test_rules_of_an_exchange_are_for_the_whole_and_not_for_each_fragment():
+    """The embedding is in fragment 0, and the layers are in fragment 1."""
+    start = {
+        "embedding": jnp.zeros((64, 32)),
+        "layers": [jnp.zeros((64, 32))],
+        "norm": jnp.zeros(4),
+    }
+    rules = {"embedding": reducers.TopK(1.0), "layers": reducers.Dense()}
+    make = lambda exchange: LocalSteps(
+        lambda state, move: ((jax.tree.map(lambda x: x - move[0], state[0]),), ()),
+        exchange,
+        optax.sgd(1.0),
+        2,
+        every=2,
+        streaming=outer.Streaming(2, overlap=0),
+    )
+    for exchange in (jaxsparse.partition(rules), jaxsparse.top_k(1.0)):
+        train = make(exchange)
+        state, _ = train(train.init((start,)), jnp.ones(2))
+        np.testing.assert_array_equal(flat(state.params["layers"]), -1)
+    for exchange, match in (
+        (jaxsparse.partition(rules | {"head": None}), r"no leaf is left for \['head'\]"),
+        (jaxsparse.top_k(1.0), "no leaf would be compressed"),
+    ):
+        small = jax.tree.map(lambda x: x[:1], start)
+        with pytest.raises(ValueError, match=match):
+            make(exchange).init((small,))
 
 
 def test_stages_exchange_at_their_bounds():

@@ -328,7 +328,7 @@ class Islands:
             state = self._finish(self._begin(state), left())
             reports = [each for each in self._member.reports if each.round >= round]
             owed -= {part(each.round) for each in reports if each.counted}
-            keeps = has_residual(Shared(state.params, state.outer))
+            keeps = has_residual(Shared(state.params, state.outer), [part(round)])
             if self._running is None and part(round) in owed and not keeps:
                 owed, lost = owed - {part(round)}, lost | {part(round)}
         if patience is None and self._running is not None and lead(self._running.is_silent):

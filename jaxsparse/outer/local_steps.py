@@ -196,9 +196,10 @@ class LocalSteps:
         self.streaming = streaming or Streaming(1, overlap=0, mixing=0.0)
         if streaming is not None:
             _check_streaming(streaming, every)
+        self._exchange, is_whole = exchange, self.streaming.fragments == 1
         worker = Worker(
             step,
-            optax.chain(exchange, optimizer),
+            optax.chain(exchange if is_whole else exchange.of_parts(), optimizer),
             optimizer,
             axis_name,
             params or params_of,
@@ -251,6 +252,7 @@ class LocalSteps:
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         made = functools.partial(shapes_of, mesh=self._mesh) if is_abstract else Worker.start
         start = made(self._worker, state)
+        self._exchange.setup.rules(start.params, False)  # raises unless they fit the whole
         for p in range(self.streaming.fragments):
             part = jax.eval_shape(functools.partial(self._worker.part, fragment=p), start.params)
             check(self._worker.outer, part, axis_name=self._axis_name)
