@@ -637,6 +637,21 @@ def test_where_a_jitted_step_stood(way):
     np.testing.assert_allclose(state.worker["w"].value, w, rtol=1e-4, atol=1e-5)
 
 
+def test_a_step_may_branch_on_flags_and_strings_behind_the_batch():
+    def step(state, move, is_halved, options):
+        size = 0.5 if is_halved else 1.0
+        assert options["mode"] in ("train", "test")
+        return (state[0] - options["rate"] * size * move[0],), ()
+
+    train = LocalSteps(step, *MEAN, 2, every=2, streaming=outer.Streaming(1, overlap=1, mixing=0.0))
+    state = train.init((jnp.zeros(2),))
+    for t, is_halved in enumerate((True, False, False)):
+        options = {"mode": "train", "rate": 1.0 + t}
+        train.lower(state, jnp.ones(2), None, is_halved, options)
+        state, _ = train(state, jnp.ones(2), t, is_halved, options)
+    np.testing.assert_array_equal(state.params, [-2.5, -2.5])
+
+
 DELAYED = [
     jaxsparse.dense(delay=1),
     jaxsparse.top_k(0.5, delay=1),

@@ -29,7 +29,7 @@ from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.meshes import inner_axes
-from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.comm.static_leaves import held, released, with_flags_held
 from jaxsparse.feedback import Exchange
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
@@ -282,7 +282,8 @@ class LocalSteps:
             t: number of steps that the state has done, a Python int, which is then compared with
                 the state's own. None: it is not.
             rest: further arguments of `step`, which each worker gets whole. An array with as many
-                rows as the batch is refused: it belongs to the batch.
+                rows as the batch is refused: it belongs to the batch. Flags and strings of Python
+                stay what they are, so `step` may branch on them. Numbers become arrays.
 
         Returns:
             The next state, and the second result of `step`, whose arrays have a row for each
@@ -291,6 +292,7 @@ class LocalSteps:
         if not isinstance(state, LocalState):
             state = self.init(state)
         t, arrives = self._done("t", t, state)
+        rest = with_flags_held(rest)
         if not self._has_met:
             self._meet("goes on", t)
         if rest and (alike := as_long(*held((batch, rest)), self._workers)):
@@ -328,7 +330,7 @@ class LocalSteps:
         del t
         if not isinstance(state, LocalState):
             state = self.init(state)
-        return self.inner.lower(*self._arguments(state, batch, rest))
+        return self.inner.lower(*self._arguments(state, batch, with_flags_held(rest)))
 
     def finish(self, state: LocalState, steps: int | None = None) -> LocalState:
         """Ends a run: exchanges what workers did since the last outer steps.
