@@ -941,9 +941,10 @@ def test_losses_of_steps_are_averaged_over_a_round():
     assert (first.losses, second.losses) == ({"adam": 1.5}, {})
     # Each is too little for a sum of so few bits.
     assert training._mean([jnp.bfloat16(256.0)] + [jnp.bfloat16(1.0)] * 256) == 512 / 257
-    train._loss_of = lambda out: jnp.zeros(2)
-    with pytest.raises(ValueError, match=r"loss picks \(2,\) values"):
-        train(state, 1.0)
+    for picked, match in ((jnp.zeros(2), r"loss picks \(2,\) values"), (None, "loss picks None")):
+        train._loss_of = lambda out, picked=picked: picked
+        with pytest.raises(ValueError, match=match):
+            train(state, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -1428,6 +1429,8 @@ def test_a_wrong_weight_is_refused():
             complaint = "must lie in" if weighted else "weight=3, but weighted=False"
             with pytest.raises(ValueError, match=complaint):
                 train(state, jnp.ones(8), weight=weight)
+    with pytest.raises(ValueError, match="weight='3x' must be a number"):
+        train(state, jnp.ones(8), weight="3x")
     state, _ = train(state, jnp.ones(8), weight=jnp.float32(3))
     assert state.weight == 3.0
 
