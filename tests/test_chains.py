@@ -125,6 +125,7 @@ BEHIND = {
     ),
     "in a branch": (optax.chain(MOMENTUM, optax.apply_if_finite(optax.adam(RATE), 2)), TWICE),
     "a rate in the state": (optax.chain(MOMENTUM, optax.inject_hyperparams(optax.sgd)(RATE)), None),
+    "decay that is off": (optax.chain(MOMENTUM, optax.novograd(RATE)), TWICE),
     "second moments": (optax.chain(MOMENTUM, optax.rmsprop(RATE)), None),
     "sums": (optax.chain(MOMENTUM, optax.adagrad(RATE)), None),
     "several steps": (optax.chain(MOMENTUM, optax.MultiSteps(SGD, 2)), None),
