@@ -49,6 +49,7 @@ class Island:
             delivered of it. With a residual's sign: what it still has to subtract.
         beside: what it has moved since its exchange began.
         weight: of its steps since the last message that counted.
+        weight_owed: the part of it whose moves are in the residual.
         settled: the first round whose decision is not in `owed` yet.
         has_counted: whether a message of this life has counted.
         saved: a state, and what it owes, or None.
@@ -104,7 +105,7 @@ class History(RuleBasedStateMachine):
         if island.member is not None or island.link.fault == "unmounted":
             return
         member = self.member(island.link, NAMES[i], island)
-        saved, owed, weight = (is_saved and island.saved) or (None, 0.0, 0.0)
+        saved, owed, *weights = (is_saved and island.saved) or (None, 0.0, 0.0, 0.0)
         try:
             first = reference.start(self.fragments) if saved is None else saved
             island.state = member.join(first)
@@ -116,8 +117,8 @@ class History(RuleBasedStateMachine):
         if saved is not None and any(
             NAMES[i] in self.ledger.members(round) for round in range(saved.round, now)
         ):
-            owed, weight, saved = 0.0, 0.0, None  # some of it was sent
-        island.owed, island.weight = np.zeros(reference.SIZE) + owed, weight
+            owed, weights, saved = 0.0, [0.0, 0.0], None  # some of it was sent
+        island.owed, (island.weight, island.weight_owed) = np.zeros(reference.SIZE) + owed, weights
         island.beside, island.weight_beside = np.zeros(reference.SIZE), 0.0
         island.settled = now
         island.is_restored, island.has_counted = saved is not None, False
@@ -195,6 +196,7 @@ class History(RuleBasedStateMachine):
                 island.owed, island.weight = island.beside, island.weight_beside
                 island.is_restored = False
         island.settled = island.state.round
+        island.weight_owed = island.weight - island.weight_beside
         self.balance(island)
 
     def balance(self, island):
@@ -204,7 +206,8 @@ class History(RuleBasedStateMachine):
             assert report.digest == digest, f"{name} differs from others after {report.round}"
         owed = reference.residual(state) + away(state)
         reference.near(owed, island.owed, f"{name} has moved more or less than it sent and owes")
-        assert state.weight == island.weight, f"{name} weighs {state.weight}, not {island.weight}"
+        weights = island.weight, island.weight_owed
+        assert (state.weight, state.owed) == weights, f"{name} weighs {state.weight}, not {weights}"
 
     @rule(order=ORDERS, by=MOVES, seconds=st.sampled_from([0.0, 6.0]))
     def turn(self, order, by, seconds):
@@ -265,7 +268,7 @@ class History(RuleBasedStateMachine):
     def save(self, i):
         island = self.islands[i]
         if island.member is not None and island.exchange is None:
-            island.saved = island.state, island.owed, island.weight
+            island.saved = island.state, island.owed, island.weight, island.weight_owed
 
     @rule(i=ISLANDS)
     def kill(self, i):
@@ -371,7 +374,7 @@ class History(RuleBasedStateMachine):
         if self.fragments > 1 and island.exchange is not None:
             return
         if island.exchange is None:
-            lost, weight = away(island.state), island.state.weight
+            lost, weight = away(island.state), island.weight - island.weight_owed
         else:
             lost, weight = island.beside, island.weight_beside
         island.state = reference.moved(island.state, [np.nan] * reference.SIZE)

@@ -86,18 +86,20 @@ def train(
         begins = due(t, every[t], len(fragments)) if overlap[t] else None
         if begins is not None and arrives[begins] > t:
             mix([begins])
-        after = own - move
+        after, dropped = own - move, False
         if begins is not None:
-            arriving, broken = try_to_exchange(begins)
-            after[broken] = theta
+            arriving, dropped = try_to_exchange(begins)
+            after[dropped] = theta
             theta[fragments[begins]] = arriving
             arrives[begins] = t + overlap[t]
         own = after
-        since += 0 if weights is None else weights[t]
+        since += 0 if weights is None else np.where(dropped, 0, weights[t])
         mix([p for p, at in enumerate(arrives) if at == t + 1])
         done = None
         if not overlap[t] and (p := due(t + 1, every[t], len(fragments))) is not None:
             done = p
+            if arrives[p] > t + 1:
+                mix([p])
             theta[fragments[p]], broken = try_to_exchange(p)
             own[broken] = theta
             mix([p])

@@ -161,6 +161,54 @@ def test_a_weight_that_has_left_the_range_still_counts(weight, sent, clock):
     assert [each.weight for each in one.rounds.decided(0).members] == [sent]
 
 
+def fading():
+    """Programs of an exchange of two of six entries, whose residuals fade by half."""
+    exchange = jaxsparse.top_k(0.2, decay=0.5, axis_name=None, is_dense=lambda *_: False)
+    return {"programs": Arithmetic(exchange, optax.sgd(1.0), lambda state: state[0])}
+
+
+def test_what_an_island_owes_does_not_fade_while_others_go_on(clock):
+    """It moves, sleeps for three rounds, and then sends the two largest entries."""
+    settings = fading()
+    members, states = joined(reference.Memory(), NAMES[:2], clock, grace=0.0, **settings)
+    state, exchange = members[0].begin(reference.moved(states[0], [6, 5, 4, 3, 2, 1]))
+    states = ran(members[1:], states[1:], 3, np.zeros((3, 1, 6)), clock)
+    assert exchange.advance()
+    state = members[0].finish(state, exchange)
+    np.testing.assert_array_equal(reference.flat(state.params), [6, 5, 0, 0, 0, 0])
+    np.testing.assert_array_equal(reference.residual(state), [0, 0, -4, -3, -2, -1])
+
+
+def test_replayed_rounds_do_not_fade_what_an_island_owes(clock):
+    settings = fading()
+    members, states = joined(reference.Memory(), NAMES[:3], clock, **settings)
+    moves = np.array([[[6, 5, 4, 3, 2, 1]] * 3, np.zeros((3, 6))])
+    states = ran(members, states, 1, moves, clock)
+    broken = jax.tree.map(lambda x: x + 2**-20, states[1].params)
+    states[1] = states[1]._replace(params=broken)
+    with pytest.warns(UserWarning, match="reloads the snapshot of round 0"):
+        states = ran(members, states, 1, moves[1:], clock)
+    for state in states:
+        np.testing.assert_allclose(reference.residual(state), [0, 0, 0, 0, -1, -0.5], atol=1e-5)
+
+
+@pytest.mark.parametrize("rate", [1.0, 1e38])
+def test_a_round_that_is_not_applied_is_told_and_an_infinity_may_stay(rate, clock):
+    """An infinity that was in the state, as the bound of a clip that is off."""
+    clip = optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=jnp.inf)
+    optimizer = optax.chain(clip, optax.sgd(rate))
+    exchange = jaxsparse.dense(axis_name=None)
+    settings = {"programs": Arithmetic(exchange, optimizer, lambda state: state[0])}
+    (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock, **settings)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        state, exchange = exchanged(one, state, clock, by=8)
+    state, (report,) = one.finish(state, exchange), one.reports
+    np.testing.assert_array_equal(reference.flat(state.params), 8 if report.applied else 0)
+    assert report.applied == (rate == 1) == (not told) == ("not applied" not in str(report))
+    assert all("sum of round 0 is not applied" in str(each.message) for each in told)
+
+
 def test_parameters_that_drifted_are_reloaded(clock):
     members, states = joined(reference.Memory(), NAMES[:3], clock)
     moves = np.random.default_rng(1).normal(size=(5, 3, 6))
@@ -893,9 +941,10 @@ def test_losses_of_steps_are_averaged_over_a_round():
     assert (first.losses, second.losses) == ({"adam": 1.5}, {})
     # Each is too little for a sum of so few bits.
     assert training._mean([jnp.bfloat16(256.0)] + [jnp.bfloat16(1.0)] * 256) == 512 / 257
-    train._loss_of = lambda out: jnp.zeros(2)
-    with pytest.raises(ValueError, match=r"loss picks \(2,\) values"):
-        train(state, 1.0)
+    for picked, match in ((jnp.zeros(2), r"loss picks \(2,\) values"), (None, "loss picks None")):
+        train._loss_of = lambda out, picked=picked: picked
+        with pytest.raises(ValueError, match=match):
+            train(state, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -1107,6 +1156,24 @@ def test_a_slow_island_sends_all_fragments(slow):
 def joined_to(store, names, clock, programs, first):
     members = [reference.member(store, name, clock, programs=programs) for name in names]
     return members, [one.join(first) for one in members]
+
+
+def test_rules_of_an_exchange_are_for_the_whole_and_not_for_each_fragment(clock):
+    """Fragment 0 has no compressed leaf, and fragment 1 comes late all the same."""
+    rules = {"w1": jaxsparse.reducers.TopK(1.0)}
+    make = lambda rules: Arithmetic(
+        jaxsparse.partition(rules, axis_name=None), optax.sgd(1.0), lambda state: state[0], False, 2
+    )
+    with pytest.raises(ValueError, match=r"no leaf is left for \['w2'\]"):
+        make(rules | {"w2": None}).start(reference.start(2))
+    store, settings = reference.Memory(), {"programs": make(rules), "grace": 0.0}
+    members = [reference.member(store, name, clock, **settings) for name in NAMES[:2]]
+    states = [one.join(reference.start(2)) for one in members]
+    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
+    ran(members[1:], states[1:], 1, np.zeros((1, 1, 6)), clock)
+    assert exchange.advance()
+    assert exchange.counted
+    np.testing.assert_array_equal(members[0].finish(state, exchange).params["w1"], [8, 8, 8])
 
 
 def test_a_fragment_leaves_the_others_where_they_are(clock):
@@ -1362,6 +1429,8 @@ def test_a_wrong_weight_is_refused():
             complaint = "must lie in" if weighted else "weight=3, but weighted=False"
             with pytest.raises(ValueError, match=complaint):
                 train(state, jnp.ones(8), weight=weight)
+    with pytest.raises(ValueError, match="weight='3x' must be a number"):
+        train(state, jnp.ones(8), weight="3x")
     state, _ = train(state, jnp.ones(8), weight=jnp.float32(3))
     assert state.weight == 3.0
 
@@ -1462,6 +1531,34 @@ def test_a_saved_state_that_is_not_finite_starts_anew(clock):
         state = again.join(saved)
     assert (state.steps, state.weight) == (0, 0.0)
     np.testing.assert_array_equal(state.worker[0]["w"], state.params["w"])
+
+
+def test_what_is_owed_keeps_its_weight_when_later_steps_are_not_finite(clock):
+    """Amsterdam's message is late twice, because bergen does not see it."""
+    store = reference.Memory()
+    link = reference.Link(store)
+    make = functools.partial(
+        reference.member, clock=clock, programs=reference.arithmetic(weighted=True)
+    )
+    members = make(store, NAMES[0], grace=1e9), make(link, NAMES[1], grace=0.0)
+    states = [one.join(reference.start()) for one in members]
+    link.show(store.objects, ["messages"])
+    begun, exchange = members[0].begin(reference.moved(states[0], [8] * 6)._replace(weight=3.0))
+    for _ in range(2):
+        assert not exchange.advance()
+        state, alone = members[1].begin(reference.moved(states[1], [0] * 6))
+        assert alone.advance()
+        states[1] = members[1].finish(state, alone)
+    assert exchange.advance()
+    state = members[0].finish(begun, exchange)
+    owed = reference.residual(state)
+    assert (exchange.counted, state.weight) == (False, 3.0)
+    spoilt = reference.moved(state, [np.nan] * 6)._replace(weight=4.0)
+    for end in (lambda: members[0].begin(spoilt)[0], lambda: make(store, NAMES[0]).join(spoilt)):
+        with pytest.warns(UserWarning, match="amsterdam are not finite in round 2"):
+            after = end()
+        assert (after.steps, after.weight) == (0, 3.0)
+        np.testing.assert_array_equal(reference.residual(after), owed)
 
 
 def test_a_step_that_leaves_parameters_as_they_are_keeps_its_weight():

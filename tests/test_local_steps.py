@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import mesh, rows, some
 
 import jaxsparse
-from jaxsparse import LocalSteps, PerWorker, Stages, outer, reshard
+from jaxsparse import LocalSteps, PerWorker, Stages, outer, reducers, reshard
 
 # Three layers, and a leaf without a layer, which is in fragment 0 of streaming.
 SHAPES = {"embedding": (5, 3), "layers": [(7, 2), (4,), (3, 3)]}
@@ -224,6 +224,28 @@ def test_weights_of_a_broken_worker_are_forgotten_and_others_kept():
     np.testing.assert_allclose(state.params[0], [-(2 * 2 + 4 * 10) / 12], rtol=1e-6)
 
 
+def test_a_step_that_is_dropped_beside_an_exchange_weighs_nothing():
+    """Worker 0 breaks before the exchange, and makes a step of weight 6 beside it."""
+    train = LocalSteps(
+        lambda state, batch: ((state[0] - batch["move"],), ()),
+        *MEAN,
+        2,
+        every=2,
+        streaming=outer.Streaming(1, overlap=1, mixing=0.0),
+        weight=lambda batch: batch["tokens"].sum(),
+    )
+    state = train.init((jnp.zeros(1),))
+    moved = np.float32([[1, 1], [np.nan, 1], [50, 1], [1, 1]])
+    tokens = np.int32([[1, 1], [1, 1], [6, 1], [1, 1]])
+    for t in range(4):
+        batch = {"move": jnp.asarray(moved[t]), "tokens": jnp.asarray(tokens[t])}
+        state, _ = train(state, batch, t)
+    assert np.asarray(state.weight.value)[:, 0].tolist() == [1, 4]
+    state = train.finish(state)
+    # One move of weight 1, and four of weight 4.
+    np.testing.assert_allclose(state.params[0], [-(1 * 1 + 4 * 4) / 5], rtol=1e-6)
+
+
 def draw(seed):
     """A random program, its twin in NumPy, and their settings."""
     rng = np.random.default_rng(seed)
@@ -361,6 +383,35 @@ def test_layers_that_are_stacked_stream_as_in_numpy(way):
         assert moved.within("data").received <= 64
 
 
+def test_rules_of_an_exchange_are_for_the_whole_and_not_for_each_fragment():
+    """The embedding is in fragment 0, and the layers are in fragment 1."""
+    start = {
+        "embedding": jnp.zeros((64, 32)),
+        "layers": [jnp.zeros((64, 32))],
+        "norm": jnp.zeros(4),
+    }
+    rules = {"embedding": reducers.TopK(1.0), "layers": reducers.Dense()}
+    make = lambda exchange: LocalSteps(
+        lambda state, move: ((jax.tree.map(lambda x: x - move[0], state[0]),), ()),
+        exchange,
+        optax.sgd(1.0),
+        2,
+        every=2,
+        streaming=outer.Streaming(2, overlap=0),
+    )
+    for exchange in (jaxsparse.partition(rules), jaxsparse.top_k(1.0)):
+        train = make(exchange)
+        state, _ = train(train.init((start,)), jnp.ones(2))
+        np.testing.assert_array_equal(flat(state.params["layers"]), -1)
+    for exchange, match in (
+        (jaxsparse.partition(rules | {"head": None}), r"no leaf is left for \['head'\]"),
+        (jaxsparse.top_k(1.0), "no leaf would be compressed"),
+    ):
+        small = jax.tree.map(lambda x: x[:1], start)
+        with pytest.raises(ValueError, match=match):
+            make(exchange).init((small,))
+
+
 def test_stages_exchange_at_their_bounds():
     """Post-local SGD: after each of 5 steps, then every third, and from 10 on every fourth."""
     train = LocalSteps(walk, *diloco(), 2, every=Stages((1, 3, 4), (5, 10)))
@@ -384,6 +435,16 @@ def test_other_state_of_a_broken_worker_loses_what_is_not_finite():
     np.testing.assert_array_equal(state.params, np.zeros(4))
     np.testing.assert_array_equal(state.worker[0].value, [[-3] * 4, [0] * 4, [-3] * 4])
     np.testing.assert_array_equal(state.worker[1].value, [[3] * 4, [0, 3, 3, 3], [3] * 4])
+
+
+def test_an_infinity_in_the_state_of_an_optimizer_stays():
+    """As the bound of a clip that is off."""
+    clip = optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=jnp.inf)
+    tx = optax.chain(clip, optax.sgd(1.0))
+    train = LocalSteps(lambda s, b: ((s[0] - b[0],), ()), jaxsparse.dense(), tx, 2)
+    state, _ = train(train.init((jnp.zeros(2),)), jnp.ones((2, 1)))
+    np.testing.assert_array_equal(state.params, [-1, -1])
+    assert int(state.skipped) == 0
 
 
 @pytest.mark.parametrize(
@@ -487,6 +548,8 @@ PACES = {
     # Fragment 1 begins after 2 steps with an overlap of 4, and again after 5.
     "beside": ([(4, 6, 4), (3, 3, 2), (4, 8, 0)], 0.25),
     "shorter": ([(5, 6, 5), (6, 6, 0), (2, 6, 3)], 0.0),
+    # Fragment 2 begins after 4 steps with an overlap of 5, and without one after 8.
+    "at once": ([(5, 6, 5), (4, 3, 0)], 0.25),
     # After the last step the new number says that fragment 0 has just been exchanged.
     "ends": ([(7, 4, 0), (0, 7, 0)], 0.5),
 }
@@ -572,6 +635,21 @@ def test_where_a_jitted_step_stood(way):
             own = (state.worker["step"].value, state.worker["w"].value, shown["norm"])
             assert {x.sharding.shard_shape(x.shape)[0] for x in own} == {1}
     np.testing.assert_allclose(state.worker["w"].value, w, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_may_branch_on_flags_and_strings_behind_the_batch():
+    def step(state, move, is_halved, options):
+        size = 0.5 if is_halved else 1.0
+        assert options["mode"] in ("train", "test")
+        return (state[0] - options["rate"] * size * move[0],), ()
+
+    train = LocalSteps(step, *MEAN, 2, every=2, streaming=outer.Streaming(1, overlap=1, mixing=0.0))
+    state = train.init((jnp.zeros(2),))
+    for t, is_halved in enumerate((True, False, False)):
+        options = {"mode": "train", "rate": 1.0 + t}
+        train.lower(state, jnp.ones(2), None, is_halved, options)
+        state, _ = train(state, jnp.ones(2), t, is_halved, options)
+    np.testing.assert_array_equal(state.params, [-2.5, -2.5])
 
 
 DELAYED = [

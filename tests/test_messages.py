@@ -196,9 +196,23 @@ def test_a_worker_that_is_late_keeps_what_it_sent():
     np.testing.assert_array_equal(2 * updates[0] + sum(left), sum(x["kernel"] for x in own))
 
 
+def test_what_a_late_worker_sent_fades_as_it_is_sent_and_not_before():
+    tx = jaxsparse.top_k(1.0, decay=0.5, axis_name=None, is_dense=lambda *_: False)
+    gradient, nothing = {"w": jnp.float32([8, -2])}, {"w": jnp.zeros(2)}
+    state = tx.init(gradient)
+    posts, receives = jitted(tx)
+    for own in (gradient, nothing):
+        words, posted = posts(own, state)
+        means, after = receives(words[None], posted, own, state)
+        _, state = receives(words[None], posted, own, state, counts=False)
+    np.testing.assert_array_equal(means["w"], gradient["w"])
+    assert not after.residual["w"].value.any()
+
+
 @pytest.mark.parametrize("broken", [jnp.nan, jnp.inf])
 def test_a_late_worker_leaves_out_a_gradient_that_is_not_finite(broken):
-    tx = jaxsparse.partition({"kernel": reducers.TopK(0.03)}, axis_name=None, momentum=0.5)
+    options = {"axis_name": None, "momentum": 0.5, "decay": 0.5}
+    tx = jaxsparse.partition({"kernel": reducers.TopK(0.03)}, **options)
     usual = {"kernel": jnp.arange(1200.0).reshape(40, 30)}
     own = [usual, jax.tree.map(lambda x: x.at[0, 0].set(broken), usual)]
     _, state = jax.jit(tx.update)(usual, tx.init(usual))

@@ -61,8 +61,16 @@ def held(tree: T) -> T:
     return jax.tree.map(hold_all, tree, is_leaf=is_module)
 
 
+def with_flags_held(tree: T) -> T:
+    """The tree with `Static` in the place of flags and strings of Python.
+
+    Numbers stay, because each other one would be another program.
+    """
+    return jax.tree.map(lambda x: Static(x, type(x)) if isinstance(x, bool | str) else x, tree)
+
+
 def released(tree: T) -> T:
-    """The tree as `held` was given it."""
+    """The tree as `held` and `with_flags_held` were given it."""
     is_static = lambda node: isinstance(node, Static)
     return jax.tree.map(lambda x: x.value if is_static(x) else x, tree, is_leaf=is_static)
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxsparse.arrays.layout import Pieces, join
 from jaxsparse.codecs.codec import bits, from_bits
@@ -19,6 +19,7 @@ from jaxsparse.feedback.step import (
     begin,
     exchange_dense,
     finish,
+    in_range,
     total,
     where_ok,
     with_mean_momentum,
@@ -34,6 +35,7 @@ class Posted(NamedTuple):
 
     begun: Bucket  # its residual is what it exchanges
     kept: Kept  # what it keeps if its message counts
+    finite: Bool[Array, ""]  # whether its gradients are. Else the residual has not faded.
 
 
 def check_messages(messages: Any, weights: Any) -> None:
@@ -127,7 +129,7 @@ def post_step(
         begun = begin(gradient, b, ok, settings, bucket)
         message, kept = _checked(bucket.reducer).encode(join(begun.residual), b.reducer, rank)
         words.append(message)
-        held.append(Posted(begun, kept))
+        held.append(Posted(begun, kept, ok))
     info = Info(jnp.int32(0), jnp.int32(0))
     means = [own.begun.residual for own in held]  # nobody reads them
     unchanged = Exchanged(means, dense, before, info, jnp.bool_(True))
@@ -169,7 +171,10 @@ def receive_step(
         else:
             reduced = deliver(vector, _weighted(reducer, shares, part, size), own.kept, 1)
         if not counts:
-            reduced = reduced._replace(kept=Kept(vector, None, reduced.kept.state))
+            owed = vector
+            if 0 < settings.decay < 1:  # the next message fades it, and is to have all of it
+                owed = where_ok(own.finite, in_range(vector / settings.decay), vector)
+            reduced = reduced._replace(kept=Kept(owed, None, reduced.kept.state))
         mean, now = finish(own.begun, vector, reduced, ok, settings, bucket)
         means.append(mean)
         after.append(where_ok(ok, now, b))

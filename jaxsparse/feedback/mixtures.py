@@ -8,6 +8,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
 from jaxsparse.comm import compat, meshes
 from jaxsparse.comm.flow import Reading
 
@@ -61,7 +64,7 @@ class Mixtures(Reading[int]):
             made = made >> DELIVERED << DELIVERED | 1 << DELIVERED + self._number(equation)
         if label == self.source:
             made |= _UPDATE
-        elif name == "is_finite":
+        elif name == "is_finite" or _is_off(equation):
             made = 0
         elif name.startswith("reduce_") and made & (_UPDATE | _POWER):
             made = made & ~(_UPDATE | _POWER) | _NORM
@@ -105,6 +108,12 @@ class Mixtures(Reading[int]):
         by_norm = name == "select_n" and bool(inputs[0] & _NORM) and all(is_update[1:])
         by_bound = name in ("mul", "div") and any(x & _BOUND for x in others)
         self.clips |= by_value or by_norm or by_bound
+
+
+def _is_off(equation: Any) -> bool:
+    """Whether it multiplies by the constant 0, as a weight decay that is off."""
+    is_zero = lambda x: isinstance(x, Literal) and jnp.ndim(x.val) == 0 and x.val == 0
+    return equation.primitive.name == "mul" and any(map(is_zero, compat.inputs_of(equation)))
 
 
 Made = frozenset[tuple[int, str]] | None

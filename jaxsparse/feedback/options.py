@@ -104,7 +104,7 @@ def check_momentum(momentum: Any) -> None:
     if jnp.ndim(momentum) != 0:
         raise ValueError(
             f"momentum has shape {jnp.shape(momentum)}: pass a scalar in [0, 1), the same for all "
-            "leaves (optax.multi_transform treats leaves differently)"
+            "leaves that this exchange takes"
         )
     if not isinstance(momentum, jax.core.Tracer) and not 0 <= float(momentum) < 1:
         raise ValueError(f"momentum={momentum} must lie in [0, 1); use None for no momentum")

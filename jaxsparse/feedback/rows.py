@@ -120,7 +120,8 @@ def _check_shapes(updates: Any, shapes: Sequence[tuple[int, ...]], axis_name: st
         if jnp.shape(x)[1:] != shape:
             raise ValueError(
                 f"{name} has shape {jnp.shape(x)}, and its parameter {shape}: give each worker's "
-                "gradient a row, as jaxsparse.value_and_grad does"
+                "gradient a row, as jaxsparse.value_and_grad does. A wrapper that reshapes them, "
+                "such as optax.flatten, stands behind the exchange"
             )
 
 

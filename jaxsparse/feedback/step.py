@@ -292,7 +292,7 @@ def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: TreePlan) ->
 def _with_lost(residual: Array, mean: Array, low: Array) -> Array:
     lost = mean - low.reshape(mean.shape)
     # Where nothing is lost, keep the residual's bits: -0 + 0 would be +0.
-    return jnp.where(lost == 0, residual, _in_range(residual + lost))
+    return jnp.where(lost == 0, residual, in_range(residual + lost))
 
 
 def _masked(kept: Array, sent: Array) -> Array:
@@ -302,12 +302,12 @@ def _masked(kept: Array, sent: Array) -> Array:
 def fed_back(residual: Pieces, added: Pieces, settings: Settings) -> Pieces:
     """The sum that a worker has to send: its residual, decayed, plus what it adds."""
     if settings.decay == 1:
-        return jax.tree.map(lambda v, u: _in_range(v + u), residual, added)
+        return jax.tree.map(lambda v, u: in_range(v + u), residual, added)
     decay = jnp.float32(settings.decay)
-    return jax.tree.map(lambda v, u: _in_range(decay * v + u), residual, added)
+    return jax.tree.map(lambda v, u: in_range(decay * v + u), residual, added)
 
 
-def _in_range(x: Array) -> Array:
+def in_range(x: Array) -> Array:
     """Sums of finite numbers, within float32's range: an overflow would stay for ever."""
     return jnp.clip(x, -LARGEST, LARGEST)
 
@@ -383,7 +383,7 @@ def with_mean_momentum(
     """
     if settings.momentum is not None and before is not None:
         factor = jnp.asarray(settings.momentum, jnp.float32)
-        with_momentum = lambda u, g: _in_range(factor * u + g)
+        with_momentum = lambda u, g: in_range(factor * u + g)
         u = jax.tree.map(with_momentum, before, mean)
         mean = jax.tree.map(with_momentum, u, mean) if settings.nesterov else u
         before = where_ok(ok, u, before)
@@ -397,7 +397,7 @@ def corrected(
     if settings.momentum is None or before is None or plan.needs_zeros:
         return gradient
     factor = jnp.asarray(settings.momentum, jnp.float32)
-    return jax.tree.map(lambda u, g: _in_range(factor * u + g), before, gradient)
+    return jax.tree.map(lambda u, g: in_range(factor * u + g), before, gradient)
 
 
 def summand(

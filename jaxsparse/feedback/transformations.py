@@ -59,8 +59,9 @@ from jaxsparse.reducers.base import Leaf, Reducer, check_reducer
 Rule = Reducer | None
 # A function of a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
 Policy = Callable[[str, tuple[int, ...]], Rule]
-# A function of a tree that returns the reducer of each leaf, checked.
-Rules = Callable[[Any], Sequence[Reducer | None]]
+# A function of a tree, and of whether it is a part of one, that returns the reducer of each leaf,
+# checked. A part may lack leaves that a whole tree must have.
+Rules = Callable[[Any, bool], Sequence[Reducer | None]]
 # What happens on a device: `run_step`, or a half of it.
 Step = Callable[..., Exchanged]
 
@@ -95,6 +96,11 @@ class Exchange(optax.GradientTransformationExtraArgs):
     def reducer(self) -> Reducer | None:
         """The reducer of all compressed leaves. None: leaves have several."""
         return self.setup.reducer
+
+    def of_parts(self) -> "Exchange":
+        """The same for parts of a tree, each of which may lack the leaves that a rule is for."""
+        setup = dataclasses.replace(self.setup, is_of_parts=True)
+        return Exchange(setup.init, setup.update)
 
     def __repr__(self) -> str:
         return f"Exchange({self.reducer or 'by leaf'})"
@@ -147,9 +153,10 @@ class Exchange(optax.GradientTransformationExtraArgs):
             like: the gradients, or other arrays of their shapes and dtypes.
             state: as in `post`.
             counts: whether this worker's own message is among them. If it came too late, its
-                residual keeps what it sent of compressed leaves, for the next step. Uncompressed
-                leaves have no residual, so their part is lost: compress all leaves
-                (`is_dense=lambda *_: False`) where that matters. With `decay=0` all of it is lost.
+                residual keeps what it sent of compressed leaves, for the next step, which sends it
+                without fading it by `decay` again. Uncompressed leaves have no residual, so their
+                part is lost: compress all leaves (`is_dense=lambda *_: False`) where that matters.
+                With `decay=0` all of it is lost.
                 A gradient that is not finite is left out.
             weights: float32[workers], above 0: the mean is sum(weights * vectors) / sum(weights).
                 None: all count alike. Residuals stay as they are: each worker's own, without its
@@ -189,6 +196,7 @@ class Setup:
     momentum: float | Array | None = None
     nesterov: bool | None = None
     when_skipped: Literal["zero", "nan"] | None = None
+    is_of_parts: bool = False
 
     def __post_init__(self) -> None:
         """Checks options, whatever is asked first."""
@@ -215,7 +223,7 @@ class Setup:
 
     def plan_of(self, tree: Any, placement: Placement | None) -> TreePlan:
         """How the leaves of a tree are exchanged, whose shards are placed so."""
-        reducers = self.rules(tree) if jax.tree.leaves(tree) else []
+        reducers = self.rules(tree, self.is_of_parts) if jax.tree.leaves(tree) else []
         if placement is None:
             return _plan(tree, reducers, self.bucket_size)
         own, reducers, dense_elements = shards(tree, reducers, placement)
@@ -455,10 +463,10 @@ def _one_rule(reducer: Reducer, is_dense: IsDense | None) -> Rules:
     """The rules that give the reducer to all leaves but those that `is_dense` picks."""
     rule = leaves_rule(is_dense)
 
-    def rules(tree: Any) -> list[Reducer | None]:
+    def rules(tree: Any, is_part: bool) -> list[Reducer | None]:
         goes_dense = layouts.picked(tree, rule)
         found = [None if dense else reducer for dense in goes_dense]
-        if is_dense is None and not any(found):
+        if is_dense is None and not (is_part or any(found)):
             raise ValueError(
                 f"no leaf would be compressed: all {len(found)} are vectors, scalars or smaller "
                 "than 1024 elements, which go dense by default. Pass "
@@ -472,13 +480,14 @@ def _one_rule(reducer: Reducer, is_dense: IsDense | None) -> Rules:
 def _by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
     """The rules of a policy function, or of a mapping from regular expressions on key paths."""
     if callable(policy):
-        return lambda tree: [_checked(policy(*leaf), leaf[0]) for leaf in named_leaves(tree)]
+        return lambda tree, _: [_checked(policy(*leaf), leaf[0]) for leaf in named_leaves(tree)]
     patterns = _compiled(policy)
 
-    def rules(tree: Any) -> list[Reducer | None]:
+    def rules(tree: Any, is_part: bool) -> list[Reducer | None]:
         leaves = named_leaves(tree)
         first = [next((p for p in patterns if p.search(path)), None) for path, _ in leaves]
-        if unused := sorted(pattern.pattern for pattern in patterns if pattern not in first):
+        unused = sorted(pattern.pattern for pattern in patterns if pattern not in first)
+        if unused and not is_part:
             paths = tuple(path for path, _ in leaves)
             raise ValueError(f"policy: no leaf is left for {unused}; the paths are {paths}")
         found = [default if pattern is None else patterns[pattern] for pattern in first]

@@ -11,6 +11,7 @@ moves the others only if it passes rounds of theirs, and an island's own moves o
 import functools
 import hashlib
 import warnings
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,12 +34,12 @@ from jaxsparse.outer.worker import (
     check_optimizer,
     check_outer,
     displacement,
+    has_overflowed,
     part_of,
     picked,
     put_back,
     replaced,
     second_copies,
-    skips,
     taken,
     widened,
     with_rows,
@@ -81,11 +82,12 @@ class Arithmetic:
         check_exchange(exchange, optimizer)
         self.is_weighted = weighted
         self._places = Streaming(fragments, overlap=0).places
-        self._exchange = exchange
+        self._rules = exchange.setup.rules
+        self._exchange = exchange if fragments == 1 else exchange.of_parts()
         self._optimizer = optax.with_extra_args_support(optimizer)
         self.pick = params
         self._make = lambda params: tuple(
-            (exchange.init(part), optimizer.init(part))
+            (self._exchange.init(part), optimizer.init(part))
             for part in (part_of(params, places) for places in self._places(params))
         )
         # The step may donate its own state.
@@ -119,6 +121,7 @@ class Arithmetic:
                 stacklevel=2,
             )
         params = self._widen(self.pick(state))
+        self._rules(params, False)  # raises unless they fit the whole
         outer = self._init_state(params)
         for path, leaf in tree_flatten_with_path(outer)[0]:
             if leaf.dtype.name not in DTYPES:
@@ -237,9 +240,8 @@ class Arithmetic:
         mean, sent = self._exchange.receive(messages, begun.posted, params, sent, weights=weights)
         updates, moments = self._optimizer.update(mean, moments, params)
         after = Shared(optax.apply_updates(params, updates), ((sent, moments),))
-        equal = map_marked(lambda x, own: 0 if own else x, after)
         started = Shared(params, before.outer[part : part + 1])
-        ok = all_finite(jax.tree.leaves(equal)) & (skips(after.outer) == skips(started.outer))
+        ok = ~has_overflowed(started, after)
         params, outer = jax.tree.map(functools.partial(jnp.where, ok), after, started)
         merged = with_rows(before.params, places, jax.tree.leaves(params))
         return Shared(merged, _with(before.outer, part, outer[0])), ok
@@ -328,9 +330,13 @@ def with_own(shared: Shared, outer: Any) -> Shared:
     return shared._replace(outer=tree_map_with_path(pick, shared.outer, outer))
 
 
-def has_residual(shared: Shared) -> bool:
-    """Whether an island keeps what was not sent. `dense` and `decay=0` leave nothing of it."""
-    return bool(shared.outer[0][0].residual)
+def has_residual(shared: Shared, parts: Iterable[int] | None = None) -> bool:
+    """Whether an island keeps what was not sent of any fragment, or of any of `parts`.
+
+    `dense` and `decay=0` leave nothing of it.
+    """
+    parts = range(len(shared.outer)) if parts is None else parts
+    return any(shared.outer[part][0].residual for part in parts)
 
 
 def _with(outer: tuple[Any, ...], part: int, one: Any) -> tuple[Any, ...]:

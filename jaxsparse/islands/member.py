@@ -42,6 +42,7 @@ class IslandState(NamedTuple):
     #: a number made of the island's name, int. What a state owes counts once, so no other island
     #: may go on from it.
     island: int
+    owed: float = 0.0  #: the part of `weight` of steps whose moves are in the residual, float
 
 
 class Member:
@@ -93,7 +94,7 @@ class Member:
         tries(exchange.advance, lambda: exchange.round)
         if exchange.was_sent:  # more than this state knows of, so that what it had moved is dropped
             worker = self.arithmetic.put_back(state.worker, state.params)
-            state = state._replace(worker=worker, steps=0, weight=0.0)
+            state = state._replace(worker=worker, steps=0, weight=0.0, owed=0.0)
         joined = self.finish(state, exchange)
         self._began = self.clock()
         return joined._replace(worker=self.arithmetic.copy(joined.worker))
@@ -116,7 +117,8 @@ class Member:
         if is_saved:
             # Checkpoints make arrays of numbers.
             round, steps, weight = int(state.round), int(state.steps), float(state.weight)
-            state = state._replace(round=round, steps=steps, weight=weight)
+            owed = float(state.owed)
+            state = state._replace(round=round, steps=steps, weight=weight, owed=owed)
             begins |= {"round": f"{round}", "steps": f"{steps}"}
         check_alike({**settings, **begins}, [own, state.params] if is_saved else own)
         self.dtypes = jax.tree.map(jnp.result_type, own)
@@ -129,7 +131,8 @@ class Member:
             state = IslandState(worker, *shared, round, 0, 0.0, self.rank)
         self.rounds.life = lead(self.rounds.begin_life)
         shared = Shared(state.params, state.outer)
-        return state, Round(self, shared, state.round, self.begin_idle(shared, state.round))
+        idle = self.begin_idle(shared, state.round)
+        return state, Round(self, shared, state.round, idle, weight=state.owed)
 
     def begin(
         self, state: IslandState, loss: float | None = None
@@ -144,7 +147,7 @@ class Member:
         if not bool(begun.finite):
             self._tell_not_finite(state.round)
             worker = self.arithmetic.put_back(state.worker, state.params)
-            return state._replace(worker=worker, steps=0, weight=0.0), None
+            return state._replace(worker=worker, steps=0, weight=state.owed), None
         weight = state.weight if self.arithmetic.is_weighted else 1.0
         exchange = Round(self, shared, state.round, begun, begun, weight, took, loss, is_late=False)
         return state._replace(steps=0), exchange
@@ -175,8 +178,9 @@ class Member:
         if not bool(finite):
             self._tell_not_finite(exchange.round)
             state, beside = state._replace(steps=0), 0.0
-        weight = beside + exchange.owed_weight if self.arithmetic.is_weighted else 0.0
-        return IslandState(worker, *shared, exchange.round, state.steps, weight, state.island)
+        owed = exchange.owed_weight if self.arithmetic.is_weighted else 0.0
+        weight, round = beside + owed, exchange.round
+        return IslandState(worker, *shared, round, state.steps, weight, state.island, owed)
 
     def _tell_not_finite(self, round: int) -> None:
         warnings.warn(

@@ -39,6 +39,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         when = "replayed" if self.waited is None else f"decided after {self.waited:.1f} s"
         without = "" if self.counted or self.waited is None else ", without this island"
+        without += "" if self.applied else ", not applied"
         return (
             f"round {self.round} of {', '.join(self.members)}: {when}{without}, "
             f"{self.sent / 1e6:.2f} MB sent, {self.received / 1e6:.2f} MB received"
@@ -196,7 +197,9 @@ class Round:
         after, applied = member.arithmetic.outer_step(messages, weights, half, before, part=part)
         counts = self._counts_in(decision)
         if not (is_own and counts):
-            after = with_own(after, member.arithmetic.owed(half, before, part=part))
+            # It has sent nothing in a round that it only follows: what it owes stays as it is.
+            own = member.arithmetic.owed(half, before, part=part) if is_own else before.outer
+            after = with_own(after, own)
         if was_sent := self._was_sent_in(decision):
             after = member.arithmetic.without_debts(after)
         if decision.digest != self._digest_now() and (found := self._reload(decision, after)):
@@ -206,6 +209,13 @@ class Round:
         self._go_to(after, decision.round + 1, counts, was_sent)
         members = tuple(decision.lives)
         sent = 0 if waited is None else 4 * member.rounds.words[part]
+        if not applied:
+            warnings.warn(
+                f"the sum of round {decision.round} is not applied on any island, and its moves "
+                "are dropped, because it or what optimizer makes of it is not finite: islands "
+                "moved too far, or optimizer overflows",
+                stacklevel=2,
+            )
         told = members, counts, waited, messages.nbytes, sent, bool(applied), self._digest_now()
         member.report(Report(decision.round, *told))
         if is_own:

@@ -9,6 +9,7 @@ replays the rounds since a snapshot in the same way, without a message.
 
 import functools
 import math
+import numbers
 import os
 import threading
 import time
@@ -16,7 +17,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxsparse.arrays.settings import Stages, static_count, static_float
@@ -256,8 +259,8 @@ class Islands:
                 f"weight={weight}, but weighted={self._is_weighted}: give each step a weight "
                 "if messages are weighted, and none if not"
             )
-        if weight is not None and not WEIGHTS[0] <= (weight := float(weight)) <= WEIGHTS[1]:
-            raise ValueError(f"weight={weight} must lie in {list(WEIGHTS)}")
+        if weight is not None:
+            weight = _checked(weight)
         if not isinstance(state, IslandState):
             if self._has_joined:
                 raise ValueError(
@@ -270,8 +273,10 @@ class Islands:
         (worker, out), self._is_checked = step(state.worker, batch), True
         if self._loss_of is not None:
             self._losses.append(loss := self._loss_of(out))
-            if jnp.shape(loss) != ():
-                raise ValueError(f"loss picks {jnp.shape(loss)} values of a step: pick one scalar")
+            is_number = isinstance(loss, numbers.Real | jax.Array | np.ndarray)
+            if not is_number or jnp.shape(loss) != ():
+                found = f"{jnp.shape(loss)} values" if is_number else repr(loss)
+                raise ValueError(f"loss picks {found} of a step: pick one scalar")
         weighs = state.weight + (weight or 0.0)
         state = state._replace(worker=worker, steps=state.steps + 1, weight=weighs)
         if state.steps >= self._overlap:
@@ -328,7 +333,7 @@ class Islands:
             state = self._finish(self._begin(state), left())
             reports = [each for each in self._member.reports if each.round >= round]
             owed -= {part(each.round) for each in reports if each.counted}
-            keeps = has_residual(Shared(state.params, state.outer))
+            keeps = has_residual(Shared(state.params, state.outer), [part(round)])
             if self._running is None and part(round) in owed and not keeps:
                 owed, lost = owed - {part(round)}, lost | {part(round)}
         if patience is None and self._running is not None and lead(self._running.is_silent):
@@ -434,6 +439,19 @@ class Islands:
                 args=(*fewer, exchange.begun, exchange.shared),
                 name="islands-compile",
             ).start()
+
+
+def _checked(weight: Any) -> float:
+    """A step's weight. ValueError: it is no number, or out of range."""
+    try:
+        weight = float(weight)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"weight={weight!r} must be a number, such as the step's number of tokens"
+        ) from None
+    if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
+        raise ValueError(f"weight={weight} must lie in {list(WEIGHTS)}")
+    return weight
 
 
 def _mean(losses: list[Any]) -> float | None:

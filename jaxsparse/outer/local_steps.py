@@ -29,7 +29,7 @@ from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.meshes import inner_axes
-from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.comm.static_leaves import held, released, with_flags_held
 from jaxsparse.feedback import Exchange
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
@@ -196,9 +196,10 @@ class LocalSteps:
         self.streaming = streaming or Streaming(1, overlap=0, mixing=0.0)
         if streaming is not None:
             _check_streaming(streaming, every)
+        self._exchange, is_whole = exchange, self.streaming.fragments == 1
         worker = Worker(
             step,
-            optax.chain(exchange, optimizer),
+            optax.chain(exchange if is_whole else exchange.of_parts(), optimizer),
             optimizer,
             axis_name,
             params or params_of,
@@ -251,6 +252,7 @@ class LocalSteps:
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         made = functools.partial(shapes_of, mesh=self._mesh) if is_abstract else Worker.start
         start = made(self._worker, state)
+        self._exchange.setup.rules(start.params, False)  # raises unless they fit the whole
         for p in range(self.streaming.fragments):
             part = jax.eval_shape(functools.partial(self._worker.part, fragment=p), start.params)
             check(self._worker.outer, part, axis_name=self._axis_name)
@@ -280,7 +282,8 @@ class LocalSteps:
             t: number of steps that the state has done, a Python int, which is then compared with
                 the state's own. None: it is not.
             rest: further arguments of `step`, which each worker gets whole. An array with as many
-                rows as the batch is refused: it belongs to the batch.
+                rows as the batch is refused: it belongs to the batch. Flags and strings of Python
+                stay what they are, so `step` may branch on them. Numbers become arrays.
 
         Returns:
             The next state, and the second result of `step`, whose arrays have a row for each
@@ -289,6 +292,7 @@ class LocalSteps:
         if not isinstance(state, LocalState):
             state = self.init(state)
         t, arrives = self._done("t", t, state)
+        rest = with_flags_held(rest)
         if not self._has_met:
             self._meet("goes on", t)
         if rest and (alike := as_long(*held((batch, rest)), self._workers)):
@@ -314,6 +318,8 @@ class LocalSteps:
             state = self.mixed[p](state)
         if not overlap and (fragment := self.due(t + 1)) is not None:
             self._meet("exchanges", t + 1)
+            if arrives[fragment] > t + 1:  # it began with an overlap
+                state = self.mixed[fragment](state)
             state = self.outer[fragment](state)
             arrives[fragment] = t + 1
         self._last = state.steps, t + 1, arrives
@@ -324,7 +330,7 @@ class LocalSteps:
         del t
         if not isinstance(state, LocalState):
             state = self.init(state)
-        return self.inner.lower(*self._arguments(state, batch, rest))
+        return self.inner.lower(*self._arguments(state, batch, with_flags_held(rest)))
 
     def finish(self, state: LocalState, steps: int | None = None) -> LocalState:
         """Ends a run: exchanges what workers did since the last outer steps.

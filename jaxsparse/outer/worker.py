@@ -111,7 +111,7 @@ class Worker(NamedTuple):
     ) -> tuple[Any, Any, Array, Any]:
         """A step alone: the worker after it, what it shows, steps done, and its weight."""
         after, out = stepped(self.train, PerWorker.unwrap(worker), batch, *rest)
-        weight = self._weighed(weight, batch)
+        weight = self._weighed(weight, batch, jnp.bool_(False))
         return PerWorker.wrap(after), PerWorker.wrap(out), steps + 1, weight
 
     def exchange(self, state: LocalState, fragment: int) -> LocalState:
@@ -140,7 +140,7 @@ class Worker(NamedTuple):
         state = state._replace(
             worker=PerWorker.wrap(after),
             steps=state.steps + 1,
-            weight=self._weighed(state.weight, batch),
+            weight=self._weighed(state.weight, batch, broken),
         )
         return state, PerWorker.wrap(out)
 
@@ -182,9 +182,7 @@ class Worker(NamedTuple):
         updated = optax.apply_updates(params, updates)
         flag = jnp.where(broken, jnp.float32(1), jnp.float32(0))
         any_broken = wire.pmax(flag, self.axis_name) > 0
-        # Replicated values are the same on all workers, and so is whether they are finite.
-        equal = [updated, map_marked(lambda x, is_own: 0 if is_own else x, after)]
-        overflows = ~all_finite(jax.tree.leaves(equal)) | (skips(after) != skips(before))
+        overflows = has_overflowed((params, before), (updated, after))
         ok = ~any_broken & ~overflows
         kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
         outer = list(state.outer)
@@ -207,8 +205,8 @@ class Worker(NamedTuple):
             weight=PerWorker.wrap(weight),
         )
 
-    def _weighed(self, weight: Any, batch: Any) -> Any:
-        """The weights after a step on this batch."""
+    def _weighed(self, weight: Any, batch: Any, is_dropped: Bool[Array, ""]) -> Any:
+        """The weights after a step on this batch, which weighs nothing if its moves are dropped."""
         if self.weight is None:
             return ()
         own = self.weight(released(batch))
@@ -220,7 +218,7 @@ class Worker(NamedTuple):
                 "give its number of tokens, as mask.sum() counts them"
             )
         check_counts("weight", dtype)
-        own = jnp.asarray(own).astype(jnp.float32)
+        own = jnp.where(is_dropped, 0, jnp.asarray(own).astype(jnp.float32))
         return jax.tree.map(lambda before: before + own, weight)
 
     def _mixed(self, worker: Any, state: LocalState, fragment: int, mixing: float | None) -> Any:
@@ -454,6 +452,21 @@ def _described(leaf: Any) -> str:
 def skips(outer: Any) -> Array:
     """How many steps the exchanges of an outer optimizer have skipped."""
     return sum((one.skipped for one in states_in(outer)), jnp.int32(0))
+
+
+def has_overflowed(before: Any, after: Any) -> Bool[Array, ""]:
+    """Whether global parameters or the outer state were finite before an outer step, and aren't.
+
+    They are the same on all workers, and so is this. An infinity that was there before, such as the
+    bound of a clip that is off, may stay.
+    """
+    equal = lambda tree: jax.tree.leaves(map_marked(lambda x, is_own: 0 if is_own else x, tree))
+    broke = [
+        jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new))
+        for old, new in zip(equal(before), equal(after))
+        if jnp.issubdtype(jnp.result_type(new), jnp.inexact)
+    ]
+    return jnp.any(jnp.array(broke)) | (skips(after) != skips(before))
 
 
 def widened(x: Any) -> Array:

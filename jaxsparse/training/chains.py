@@ -67,9 +67,8 @@ def warn_of_chains(program: Jaxpr, gradients: int, parameters: int) -> None:
             f"the step drops {len(lost)} of {len(whole)} arrays that its exchanges "
             f"deliver ({sum(lost):,} of {sum(whole):,} elements), as optax.set_to_zero does with "
             "frozen parameters. Each exchange sends them, and a budget goes to them first if their "
-            "gradients are large: keep them out of it, as in optax.multi_transform({'train': "
-            "optax.chain(jaxsparse.spardl(0.01), optimizer), 'freeze': optax.set_to_zero()}, "
-            "labels), or take gradients of the others alone"
+            "gradients are large: take gradients of the others alone, and give the chain these "
+            "and their parameters"
         )
 
 
