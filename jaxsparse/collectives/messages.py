@@ -32,7 +32,7 @@ from jaxsparse.select.top_k import top_k
 T = TypeVar("T")
 Arrived = Array | SparseStream  # a vector, or its entries
 
-# Largest ratio of a message's room to the next smaller one. Each room is a branch of the program,
+# Largest ratio between neighbouring message capacities. Each room is a branch of the program,
 # and 10 % more words cost less than the time to compile many more branches.
 _RATIO = 1.1
 # Spare room for sums that have a few entries more than in the exchange before.

@@ -99,7 +99,7 @@ class Placement:
 
     @classmethod
     def of(cls, named: Any) -> "Placement | None":
-        """What `named` made. None: of a state without inner axes."""
+        """Inverse of `named`. None if the state has no inner axes."""
         if not named:
             return None
         ((inner, own),) = named.items()

@@ -99,8 +99,8 @@ def run_step(
     """Runs one step for all buckets: begin, reduce, finish. With a delay, the next begin is last.
 
     Before buckets, workers exchange the dense leaves and, in the same message, a flag that
-    gradients are finite. So a skipped step needs no message of its own, and exchanges the old
-    residual in vain. A decision after the buckets would need a copy of the exchanged vectors, one
+    gradients are finite. So a skipped step needs no extra message, and its exchange of the old
+    residual does not count. A decision after the buckets would need a copy of the exchanged vectors, one
     to two d floats. With a delay, only the flag waits for the gradients.
     """
     axes = settings.axes

@@ -30,10 +30,9 @@ class ErrorFeedbackState(NamedTuple):
     So a state fits parameters on any mesh: accumulators are sharded over inner axes like their
     leaves, or further.
 
-    Many systems have states of equal structure, but a residual of one is no residual of another:
-    its parts wait for another exchange, at another scale or in another basis. So a state says what
-    it was made for. It says so by names of keys, which all that walk trees keep, and not by objects
-    that some take for arrays.
+    States of two reducers may have the same structure, but their residuals mean different things:
+    another scale or basis. So a state records its reducer, in dictionary keys, which every tree
+    walker preserves, and not in objects that some take for arrays.
     """
 
     # Residuals of compressed leaves: float32 or bfloat16 [1, *shape], as a worker sees them. {} if

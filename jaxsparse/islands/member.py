@@ -38,7 +38,7 @@ class IslandState(NamedTuple):
     outer: Any  #: the states of the exchange, with this island's residual, and of the optimizer
     round: int  #: the number of the round, int
     steps: int  #: steps since the round began, int
-    weight: float  #: what the steps since its last message that counted weigh, float
+    weight: float  #: total weight of the steps since its last counted message, float
     #: a number made of the island's name, int. What a state owes counts once, so no other island
     #: may go on from it.
     island: int

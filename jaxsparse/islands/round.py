@@ -51,8 +51,8 @@ class Round:
     """A round of one island, as far as it has come, and the rounds after it if it was late.
 
     An island that is late follows the decisions that it missed, and sends what it owes in the round
-    that is open then. Else one that is slower than the others would never count. Whoever joins
-    follows decisions alone.
+    that is open then. Otherwise a slow island would never count. A joining island only follows
+    decisions.
     """
 
     member: "Member"

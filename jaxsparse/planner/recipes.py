@@ -151,7 +151,7 @@ class Recipe(NamedTuple):
     what: str
     every: int  #: steps from one exchange to the next, H
     exchange: str  #: a key of `EXCHANGES`
-    warm: int  #: percent of the steps that exchange after each one, first
+    warm: int  #: percentage of initial steps that exchange every step
     costs: Mapping[str, Cost]  #: by the optimizer, "adamw" or "muon", where it was trained
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""A compiled step as it is called: what happens around its calls."""
+"""Wraps a compiled step: checks before its first call, and counts calls."""
 
 import contextlib
 import functools

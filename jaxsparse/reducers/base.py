@@ -56,7 +56,8 @@ class Sums(NamedTuple):
     # Number of coordinates that the mean carries. None: count those that are not 0, in a pass.
     delivered: Int[Array, ""] | int | None = None
     overflow: Int[Array, ""] | int = 0  # see `Info`
-    is_settled: bool = False  # whether `total` is finite, and summands that overflow are kept
+    # True once overflow is handled: `total` is finite, and summands of overflowed sums are kept.
+    is_settled: bool = False
 
     def info(self, workers: int) -> Info:
         delivered = self.delivered

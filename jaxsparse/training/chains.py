@@ -1,4 +1,4 @@
-"""Warnings of steps that train otherwise than they read.
+"""Warns about chains that do not train the way they read.
 
 They read the program that `jaxsparse.check` traces. There it doesn't matter in which containers a
 trainer keeps its states.

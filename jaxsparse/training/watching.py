@@ -1,4 +1,4 @@
-"""What is asked of a compiled step before its first call: do processes agree, what else crosses?"""
+"""Checks a compiled step before its first call: do processes agree, what else crosses the axis?"""
 
 import functools
 import warnings
