@@ -995,6 +995,35 @@ def test_explicit_axes(checked, given):
     check(found, forms.right("elementwise", 4))
 
 
+def test_checked_types_on_explicit_axes_are_told():
+    where = mesh_of((4, 2), AxisType.Explicit)
+    every = lambda z: lax.all_gather(z, "data", tiled=True)
+    near = lambda z: lax.pmean(jnp.mean(z @ every(z).T), ("data", "tp"))
+    split = jax.shard_map(near, mesh=where, in_specs=P("data", "tp"), out_specs=P())
+    loss = lambda w, x: split(jnp.einsum("bi,ij->bj", x, w["a"], out_sharding=P(None, "tp")))
+    with pytest.raises(ValueError, match=r"losses.py:\d+.* Explicit axes: give it check_vma"):
+        jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+def test_an_inner_jit_that_jax_has_traced_before():
+    """JAX calls no shard_map in it again."""
+    where = mesh_of((4, 2))
+    centred = lambda h: jnp.tanh(h - lax.pmean(h.mean(0, keepdims=True), "data"))
+    split = jax.jit(jax.shard_map(centred, mesh=where, in_specs=P("data"), out_specs=P("data")))
+
+    def loss(w, x, f=split):
+        closed = lambda h: h * jnp.sum(w["b"])
+        spec = P(None, "tp")
+        g = jax.shard_map(closed, mesh=where, in_specs=spec, out_specs=spec)
+        h = x @ w["a"]
+        return jnp.mean(f(h if f is centred else g(h) / jnp.sum(w["b"])) ** 2)
+
+    plain = jax.vmap(jax.grad(lambda w, x: loss(w, x, centred)), (None, 0), axis_name="data")
+    expected = plain(forms.W, forms.inputs(4).reshape(4, -1, 8))
+    for again in (lambda w, x: loss(w, x), lambda w, x: loss(w, x) * 1.0):
+        check(jaxsparse.grad(again, mesh=where)(*put(where, 4)), expected)
+
+
 def test_jax_is_as_it_was_afterwards_and_in_other_threads():
     where = mesh_of((4, 2))
     module, mapping, primitive = compat.shard_map_functions()

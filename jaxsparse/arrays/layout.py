@@ -22,8 +22,8 @@ from jaxsparse.arrays.platforms import by_platform, kept_flat
 from jaxsparse.arrays.settings import static_int
 
 # A bucket as arrays, one for each leaf or part of a leaf in it. The array of a leaf is [1, *shape],
-# and that of a part is flat. Adding piece by piece avoids joined buckets, which XLA would build first
-# and keep in memory. XLA also writes a sum over a summand of the same shape, and accumulators
+# and that of a part is flat. Adding piece by piece avoids joined buckets, which XLA would build
+# first and keep in memory. XLA also writes a sum over a summand of the same shape, and accumulators
 # are [1, *shape]. A bucket of more than _MOST_PIECES is one flat array instead: it takes a copy
 # more, but XLA would compile several kernels for each piece, in time that grows faster than their
 # number.

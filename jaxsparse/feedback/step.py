@@ -100,8 +100,8 @@ def run_step(
 
     Before buckets, workers exchange the dense leaves and, in the same message, a flag that
     gradients are finite. So a skipped step needs no extra message, and its exchange of the old
-    residual does not count. A decision after the buckets would need a copy of the exchanged vectors, one
-    to two d floats. With a delay, only the flag waits for the gradients.
+    residual does not count. A decision after the buckets would need a copy of the exchanged
+    vectors, one to two d floats. With a delay, only the flag waits for the gradients.
     """
     axes = settings.axes
     pending = None

@@ -252,6 +252,8 @@ def on_workers(
                 return jax.make_jaxpr(flat, axis_env=[(f"{one_worker.ROWS}_inside", 1)])(*types)
 
         program, tree = traced(trace, [*map(jax.typeof, leaves)])
+        if mesh is not None and AxisType.Explicit in mesh.axis_types:
+            named_axes.check_explicit(program.jaxpr, axis_name)
         if has_own_branches and one_worker.branches_on(program.jaxpr, axis_name):
             raise ValueError(
                 f"a jax.lax.cond or a loop communicates over the workers' axis {axis_name!r}, and "

@@ -491,6 +491,16 @@ def _is_statistic(equation: Any, inputs: list[Any]) -> bool:
     return name.startswith("reduce_") and axes[0] in equation.params.get("axes", ())
 
 
+def check_explicit(program: Jaxpr, axis_name: str) -> None:
+    """Raises ValueError if checked types can't follow what a `shard_map` on Explicit axes sends."""
+    for call in shard_maps.calls_in(program):
+        if call.is_checked and _use(call, axis_name) in (_RANK, _INNER):
+            raise ValueError(
+                f"the jax.shard_map at {call.place} tells workers of the axis {axis_name!r} apart, "
+                "and its checked types do not allow that on Explicit axes: give it check_vma=False"
+            )
+
+
 _RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward)_(\d+)")
 
 
