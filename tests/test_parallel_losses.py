@@ -497,7 +497,40 @@ def ranked_backward(where, w, x):
     return f(jnp.sort(x @ w["a"], axis=0))
 
 
+def paired(where, w, x):
+    """Pairs of rows that a stack has put beside each other, in another order than the batch's."""
+    h = jnp.stack([x, jnp.sin(x)]).reshape(-1, 2, 8)
+    return tells_workers(where)(h, h)
+
+
+def by_each_shard(where, w, x):
+    """All rows of one shard, and behind them those of the next."""
+    both = cut(lambda x, y: x + y, where, (P(), P()), P("tp"))(x, jnp.sin(x))
+    return tells_workers(where)(both, both)
+
+
+def mapped_outside(where, w, x):
+    """A jax.vmap around a shard_map, with another one inside."""
+    rank = lambda a: a * jnp.float32(lax.axis_index("data"))
+    options = {"mesh": where, "check_vma": False}
+    inner = lambda a: jax.shard_map(
+        rank, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False
+    )(a)
+    outer = jax.shard_map(inner, in_specs=P(), out_specs=P(), axis_names={"tp"}, **options)
+    return jax.vmap(outer)(jnp.stack([w["b"], w["b"]])).sum() + x
+
+
+def gathered_weights(where, w, x):
+    """ZeRO by hand."""
+    whole = lambda x, a: x @ lax.all_gather(a, "data", tiled=True)
+    return cut(whole, where, (P("data"), P("data")), P("data"))(x, w["a"])
+
+
 NO_ROWS = {
+    paired: r"takes a value of shape \(4, 2, 8\), .* not all rows of a worker",
+    by_each_shard: r"takes a value of shape \(8, 8\), .* not all rows of a worker",
+    mapped_outside: r"is in a jax.vmap, and has another one inside",
+    gathered_weights: r"does not run on one worker's values, which are whole",
     ranked_in_a_scan: r"takes a value of shape \(4, 8\), .* behind the jit at .*_losses",
     dealt_out: r"takes a value of shape \(1, 4, 8\), .* no rows of a batch",
     beside_weights: r"takes a value of shape \(20, 8\), .* no rows of a batch",
@@ -720,6 +753,22 @@ WRAPPED = {
     "everything": lambda layer: jax.checkpoint(layer, policy=POLICIES.everything_saveable),
     "jit": jax.jit,
 }
+
+
+def test_one_row_a_worker():
+    """JAX writes other operations for one row."""
+    where, places = mesh_of((4, 2)), jnp.arange(8.0).reshape(1, 4, 2)
+    spec = P("data")
+    attend = lambda h: jnp.einsum("bqd,bkd->bqk", h, h)
+    split = jax.shard_map(attend, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
+
+    def loss(w, x, f=split):
+        return jnp.mean(f(x.reshape(-1, 4, 2) + places) ** 2) * w["a"].sum()
+
+    plain = jax.vmap(jax.value_and_grad(lambda w, x: loss(w, x, attend)), (None, 0))
+    x = forms.inputs(4)[:4]
+    given = put(where, 4)[0], jax.device_put(x, jax.NamedSharding(where, spec))
+    check(jaxsparse.value_and_grad(loss, mesh=where)(*given), plain(forms.W, x[:, None]))
 
 
 @pytest.mark.parametrize("checked", [False, True])

@@ -138,8 +138,7 @@ def leave_out(
         with no_casts():
             yield tracing
     except Exception as error:
-        is_of_types = any(x in str(error) for x in ("Unsupported pcast", "varying manual axes"))
-        if is_of_types and not isinstance(error.__cause__, ValueError | TypeError):
+        if _is_of_types(error) and not isinstance(error.__cause__, ValueError | TypeError):
             raise ValueError(
                 f"the code at {compat.place_of_error(error)} does not run in a jax.shard_map with "
                 f"checked types, where one worker's values vary over the workers' axis "
@@ -155,6 +154,11 @@ def leave_out(
         raise
     finally:
         _TRACING.reset(token)
+
+
+def _is_of_types(error: Exception) -> bool:
+    """Whether checked types refuse a program."""
+    return any(x in str(error) for x in ("Unsupported pcast", "varying manual axes"))
 
 
 @contextlib.contextmanager
@@ -364,7 +368,17 @@ def _run(
     call: Call,
     *args: Any,
 ) -> Any:
-    call.body = _traced(body, args)
+    try:
+        call.body = _traced(body, args)
+    except (TypeError, ValueError) as error:
+        if not call.is_named or _is_of_types(error):
+            raise
+        raise ValueError(
+            f"the body of the jax.shard_map at {call.place}, whose specs name the workers' axis "
+            f"{tracing.axis_name!r}, does not run on one worker's values, which are whole along it "
+            f"({str(error).splitlines()[0]}). Each worker has all of its weights: leave the axis "
+            "out of their specs, and out of what gathers or scatters them inside"
+        ) from error
     call.closed = [x.size for x in call.body.consts if isinstance(x, jax.core.Tracer)]
     found = body(*args)
     call.makes = tracing.made

@@ -73,7 +73,8 @@ def reshaped(rows: RowAxis, shape: tuple[int, ...], new: tuple[int, ...]) -> Row
         if inner and size % inner == 0 and n * inner % max(count * size, 1) == 0:
             order = rows.order if n * inner == count * size else "again"
             return RowAxis(i, size // inner, order)
-    return RowAxis(_SPREAD, size, rows.order)
+    is_inner = rows.axis != _SPREAD and math.prod(shape[: rows.axis]) > 1
+    return RowAxis(_SPREAD, size, "again" if is_inner else rows.order)
 
 
 def _sliced(call: Call) -> int | None:

@@ -64,9 +64,15 @@ def check_named(
         return
     growing, closing, few = set[int](), set[int](), dict[int, Any]()
     if any(of_batch):
-        more = lambda x: x.update(shape=(workers * x.shape[0], *x.shape[1:]))
+        # JAX writes other operations for a single row.
+        is_one = any(x.shape[0] == 1 for x, yes in zip(types, of_batch) if yes)
+        times = lambda x, n: x.update(shape=(n * (1 + is_one) * x.shape[0], *x.shape[1:]))
+        with_rows = lambda n: (
+            trace([times(x, n) if yes else x for x, yes in zip(types, of_batch)]).jaxpr
+        )
         try:
-            whole = trace([more(x) if yes else x for x, yes in zip(types, of_batch)]).jaxpr
+            program = with_rows(1) if is_one else program
+            marks, whole = _marks(program), with_rows(workers)
         except Exception as error:
             cut = [m for m in marks if m.params["dim"] is not None]
             if not cut:
@@ -143,8 +149,6 @@ def _pair(few: Jaxpr, many: Jaxpr, pairs: dict[int, Any]) -> bool:
     It stops where they differ, as where a loop over rows was unrolled, or Python branched on their
     number: what comes behind does not count as growing. Returns whether all are alike.
     """
-    if len(few.eqns) != len(many.eqns):
-        return False
     for own, other in zip(few.eqns, many.eqns):
         if own.primitive is not other.primitive:
             return False
@@ -154,7 +158,7 @@ def _pair(few: Jaxpr, many: Jaxpr, pairs: dict[int, Any]) -> bool:
             programs = [[e.params["call"].body.jaxpr] for e in (own, other)]
         if not all(_pair(less, more, pairs) for less, more in zip(*programs)):
             return False
-    return True
+    return len(few.eqns) == len(many.eqns)
 
 
 def _grows(mark: Any, few: Any, times: int) -> bool:
@@ -296,13 +300,25 @@ class _RowsOfBatch(RowsReading):
         own = self._read_body(call, taken)[number]
         self._is_silent = silent
         if not call.is_named:
-            return own
+            return self._stacked_by_axes(call, taken, number, own)
         dim, grows = params["dim"], id(mark) in self._growing
         if dim is None:
             self._refuse(mark, grows and is_judged)
             return None
         self._refuse(mark, is_judged and not grows)
         return self._rows_of(mark, [x for x in taken.values() if x[0].params["dim"] is not None])
+
+    def _stacked_by_axes(self, call: Any, taken: Any, number: int, own: Found) -> Found:
+        """Where a result has rows that specs without the workers' axis put together."""
+        if not isinstance(own, RowAxis) or own.axis not in call.makes[number].others:
+            return own
+        cut = [
+            x
+            for m, x in taken.values()
+            if isinstance(x, RowAxis) and x.axis in call.takes[m.params["number"]].others
+        ]
+        # Rows that the same axes have cut, or those of each of their devices, one after the other.
+        return own._replace(order=cut[0].order if cut and own.order == "again" else "again")
 
     def _rows_of(self, mark: Any, taken: list[tuple[Any, Found]]) -> Found:
         """Where a result that a spec cuts has rows: each of its parts is made of one of theirs."""
@@ -314,14 +330,24 @@ class _RowsOfBatch(RowsReading):
         size, where = mark.params["rows"], f"the jax.shard_map at {mark.params['call'].place}"
         if len(count) > 1 or size % min(count):
             return where
-        order = self.join(x._replace(axis=0, block=1) for _, x in rows)
-        assert isinstance(order, RowAxis)
-        return RowAxis(mark.params["dim"], size // min(count), order.order)
+        found = self.join(x._replace(axis=0, block=1) for _, x in rows)
+        assert isinstance(found, RowAxis)
+        call, beside = mark.params["call"], lambda cut: (cut.before, cut.behind)
+        given = {beside(call.takes[m.params["number"]]) for m, _ in rows}
+        is_same = given == {beside(call.makes[mark.params["number"]])}
+        order: Any = found.order if is_same else "again"
+        return RowAxis(mark.params["dim"], size // min(count), order)
 
     def _read_body(self, call: Any, taken: Any) -> Sequence[Found]:
         """What a body makes, as it was written."""
         body = call.body.jaxpr
         if any(m.params["is_mapped"] for m, _ in taken.values()):
+            if any(inner.is_named for inner in shard_maps.calls_in(body)):
+                self._say(
+                    f"the jax.shard_map at {call.place} is in a jax.vmap, and has another one "
+                    f"inside whose specs name the workers' axis {self._axis_name!r}: what that "
+                    "cuts can't be told. Leave the axis out of those specs, or map inside"
+                )
             known = self.join(x for _, x in taken.values())
             return ["a jax.vmap" if isinstance(known, RowAxis) else known] * len(body.outvars)
         if not call.is_named and _use(call, self._axis_name) == _RANK:
@@ -409,7 +435,8 @@ def _regrouped(rows: Known, shape: tuple[int, ...], growing: list[int]) -> RowAx
     if growing == [0]:  # groups of rows, or micro-batches of a fixed size
         is_group = last == 1 and rows.order == "all"
         return RowAxis(0, 1, "grouped" if is_group else rows.order)
-    return RowAxis(last, 1, "part") if growing == [last] else None  # micro-batches
+    order: Any = "again" if rows.order == "again" else "part"  # micro-batches
+    return RowAxis(last, 1, order) if growing == [last] else None
 
 
 class _Ranks(Reading[bool]):
