@@ -252,7 +252,8 @@ class Islands:
                 through `join`, so that an `Islands` stands where a trainer's jitted step stood.
             batch: the batch of this island's step.
             weight: what the step counts in the mean, above 0, if `weighted`. It counts also if the
-                step changes nothing, and is dropped with its moves if these are not finite.
+                step changes nothing, and is dropped with its moves if these are not finite. It is
+                that of the whole island: the same number in all of its processes.
         """
         if (weight is not None) != self._is_weighted:
             raise ValueError(
