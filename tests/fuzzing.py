@@ -66,7 +66,9 @@ class Program:
             settings |= {"mesh": self.mesh, "specs": self.nested(self.cuts)}
         else:
             settings["workers"] = self.workers
-        options = {"momentum": self.momentum, "delay": self.delay}
+        options = {"momentum": self.momentum}
+        if self.name != "ef21_sgdm":  # has fewer options
+            options["delay"] = self.delay
         if self.first is None:
             return SYSTEMS[self.name].transformation(**settings, **options)
         staged = reducers.Staged((self.first, SYSTEMS[self.name].reducer(**self.settings)), (1,))
