@@ -164,6 +164,6 @@ def test_an_island_is_killed_and_comes_back(victim, tmp_path):
             assert tuple(report["members"]) == known[report["round"]].members
     back = reports[0][0]["round"]
     members = [known[round].members for round in sorted(known) if round < back]
-    assert ("pair", "solo") in members
-    assert members[-1] == ("solo",)
+    together = members.index(("pair", "solo"))
+    assert ("solo",) in members[together:]  # on a busy machine the pair may count before it reports
     assert any(report["counted"] for report in reports[0])
