@@ -162,8 +162,8 @@ def test_an_island_is_killed_and_comes_back(victim, tmp_path):
         if report["round"] in known:
             assert report["digest"] == known[report["round"]].digest
             assert tuple(report["members"]) == known[report["round"]].members
-    back = reports[0][0]["round"]
-    members = [known[round].members for round in sorted(known) if round < back]
-    together = members.index(("pair", "solo"))
-    assert ("solo",) in members[together:]  # on a busy machine the pair may count before it reports
+    # It counted, then the other one was alone, and then it counted again. Its first report may be
+    # of a round before, which it replays from a snapshot.
+    sizes = "".join(str(len(known[round].members)) for round in sorted(known))
+    assert re.search("21+2", sizes), sizes
     assert any(report["counted"] for report in reports[0])

@@ -4,6 +4,7 @@ Loops, branches and inner functions are followed here, so that a reader says onl
 makes of what it is given.
 """
 
+import abc
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -15,7 +16,7 @@ from jaxsparse.comm import compat
 T = TypeVar("T")
 
 
-class Reading(Generic[T]):
+class Reading(abc.ABC, Generic[T]):
     """Follows what is known of values through a program.
 
     Attributes:
@@ -32,13 +33,13 @@ class Reading(Generic[T]):
         self.scopes, self.depth = "", 0
         self.around: Any = None
 
+    @abc.abstractmethod
     def operation(self, equation: Any, inputs: list[T]) -> list[T]:
         """What an operation without a known inner program makes."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def join(self, values: Iterable[T]) -> T:
         """What is known of a value that is one of these, or made of them element by element."""
-        raise NotImplementedError
 
     def sliced(self, value: T) -> T:
         """What is known of a slice along the first axis."""

@@ -78,7 +78,7 @@ class Tracing:
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class MappedCall:
     """A call of a `jax.shard_map` by a user, as it was traced.
 
     JAX differentiates a `shard_map` in parts, and moves parts of one in a loop in front of it. So
@@ -291,7 +291,7 @@ def _bound(
     """
     tracing, is_called = _TRACING.get(), False
     place = compat.place() if tracing is not None else ""
-    call = Call(place, False, check_vma)
+    call = MappedCall(place, False, check_vma)
     if tracing is not None and not tracing.is_simulated:
         _check_mesh(mesh, tracing, place)
     if tracing is not None and tracing.axis_name in mesh.axis_names:
@@ -365,7 +365,7 @@ def _check_size(mesh: Any, axis_name: str, place: str) -> None:
 def _run(
     body: Callable[..., Any],
     tracing: Tracing,
-    call: Call,
+    call: MappedCall,
     *args: Any,
 ) -> Any:
     try:
@@ -395,7 +395,7 @@ def _traced(body: Callable[..., Any], args: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *args: list(body(*args).unpack_aux()[0]))(*args)
 
 
-def _marked(x: Any, cut: Cut, call: Call, number: int, verb: str) -> Any:
+def _marked(x: Any, cut: Cut, call: MappedCall, number: int, verb: str) -> Any:
     """Marks an argument or a result. Of one that no spec cuts, all dimensions count."""
     rows = jnp.size(x) if cut.dim is None else jnp.shape(x)[cut.dim]
     params = {"call": call, "number": number, "verb": verb, "rows": rows}
@@ -436,7 +436,7 @@ def communicates(program: Jaxpr, axis_name: str) -> bool:
     )
 
 
-def calls_in(program: Jaxpr) -> list[Call]:
+def calls_in(program: Jaxpr) -> list[MappedCall]:
     """The calls whose marks a program has."""
     return [e.params["call"] for e, _ in compat.scoped(program) if e.primitive.name == MARK]
 

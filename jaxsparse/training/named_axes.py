@@ -59,34 +59,32 @@ def check_named(
         types: the types of the arguments.
         trace: traces the function with other types.
     """
-    marks = _marks(program)
-    if not marks:
+    calls = {mark.params["call"] for mark in _marks(program)}
+    if not any(call.is_named or _use(call, axis_name) == _RANK for call in calls):
         return
     growing, closing, few = set[int](), set[int](), dict[int, Any]()
     if any(of_batch):
-        # JAX writes other operations for a single row.
-        is_one = any(x.shape[0] == 1 for x, yes in zip(types, of_batch) if yes)
-        times = lambda x, n: x.update(shape=(n * (1 + is_one) * x.shape[0], *x.shape[1:]))
-        with_rows = lambda n: (
-            trace([times(x, n) if yes else x for x, yes in zip(types, of_batch)]).jaxpr
-        )
+        # JAX writes other operations for a single row, so there are two of it.
+        least = 2 if any(x.shape[0] == 1 for x, yes in zip(types, of_batch) if yes) else 1
+        times = lambda x, n: x.update(shape=(n * x.shape[0], *x.shape[1:]))
+        with_rows = lambda n: trace([times(x, n) if yes else x for x, yes in zip(types, of_batch)])
         try:
-            program = with_rows(1) if is_one else program
-            marks, whole = _marks(program), with_rows(workers)
+            own = program if least == 1 else with_rows(least).jaxpr
+            program = with_rows(least * workers).jaxpr
         except Exception as error:
-            cut = [m for m in marks if m.params["dim"] is not None]
-            if not cut:
-                return
-            raise ValueError(
-                f"{_cut(cut[0], axis_name)} and whether these are a worker's rows can't be told. "
-                f"The function was traced with the rows of all {workers} workers, and that raised "
-                f"{type(error).__name__}: {error}. Take the numbers of rows from shapes, or leave "
-                f"{axis_name!r} out of that spec"
-            ) from error
-        _pair(program, whole, few)
-        program, own, marks = whole, marks, _marks(whole)
+            cut = [m for m in _marks(program) if m.params["dim"] is not None]
+            if cut:
+                raise ValueError(
+                    f"{_cut(cut[0], axis_name)} and whether these are a worker's rows can't be "
+                    f"told. The function was traced with the rows of all {workers} workers, and "
+                    f"that raised {type(error).__name__}: {error}. Take the numbers of rows from "
+                    f"shapes, or leave {axis_name!r} out of that spec"
+                ) from error
+            own = program
+        _pair(own, program, few)
+        marks = _marks(program)
         growing = {id(m) for m in marks if id(m) in few and _grows(m, few[id(m)], workers)}
-        closing = _closing(own, marks)
+        closing = _closing(_marks(own), marks)
     reading = _RowsOfBatch(axis_name, growing, closing, few)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
     reading.refuse_unread(e for e, _ in compat.scoped(program))
