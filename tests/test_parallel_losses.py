@@ -728,7 +728,7 @@ def test_rows_are_followed_to_a_body_that_tells_workers_apart(front):
 def test_rows_are_followed_through_other_bodies():
     """Attention whose specs name rows, a layer on tokens end to end, and equal ones beside."""
     where = mesh_of((4, 2))
-    gathered = lambda z, m: (z * m) @ lax.all_gather(z, "data", tiled=True).T
+    gathered = lambda z, m, n: (z * m * n) @ lax.all_gather(z, "data", tiled=True).T
 
     def loss(w, x, is_split):
         split = lambda f, n=1: f
@@ -738,7 +738,9 @@ def test_rows_are_followed_through_other_bodies():
             )
         h = split(lambda h: jnp.einsum("bqd,bkd->bqk", h, h))((x @ w["a"]).reshape(-1, 4, 4))
         h = split(lambda h: jax.nn.gelu(h) @ jnp.ones((4, 2)))(h.reshape(-1, 4)).reshape(-1, 8)
-        return jnp.mean(split(gathered, 2)(h, jnp.ones((len(x), 1))) ** 2)
+        ones = jnp.tile(jnp.ones((1, 1)), (len(x), 1))
+        twos = jnp.repeat(jnp.full((1, 1), 2.0), len(x), axis=0)
+        return jnp.mean(split(gathered, 3)(h, ones, twos) ** 2)
 
     plain = jax.vmap(
         jax.value_and_grad(lambda w, x: loss(w, x, False)), (None, 0), axis_name="data"
@@ -757,13 +759,13 @@ WRAPPED = {
 
 def test_one_row_a_worker():
     """JAX writes other operations for one row."""
-    where, places = mesh_of((4, 2)), jnp.arange(8.0).reshape(1, 4, 2)
-    spec = P("data")
-    attend = lambda h: jnp.einsum("bqd,bkd->bqk", h, h)
+    where, spec = mesh_of((4, 2)), P("data")
+    causal = lambda scores: jnp.where(jnp.tri(4, dtype=bool)[None], scores, 0.0)
+    attend = lambda h: causal(jnp.einsum("bqd,bkd->bqk", h, h))
     split = jax.shard_map(attend, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
 
     def loss(w, x, f=split):
-        return jnp.mean(f(x.reshape(-1, 4, 2) + places) ** 2) * w["a"].sum()
+        return jnp.mean(f(causal(jnp.tile(x, 2).reshape(-1, 4, 4))) ** 2) * w["a"].sum()
 
     plain = jax.vmap(jax.value_and_grad(lambda w, x: loss(w, x, attend)), (None, 0))
     x = forms.inputs(4)[:4]
