@@ -73,6 +73,7 @@ def ef21_sgdm(
     fades, overflows on the way, or is rounded would be missing in the estimate for ever.
 
     Args:
+        reducer: C, such as `jaxsparse.reducers.TopK(0.01)`, `SparDL(0.01)`, `ChunkedTopK()`.
         momentum: that of v_w (1 - eta in the paper): 0.9 is usual, and None (or 0) is EF21-SGD,
             which needs large batches.
         axis_name: see `jaxsparse.exchange`.
@@ -82,7 +83,6 @@ def ef21_sgdm(
         specs: see `jaxsparse.exchange`.
         when_skipped: see `jaxsparse.exchange`.
         is_dense: see `jaxsparse.exchange`.
-        reducer: C, such as `jaxsparse.reducers.TopK(0.01)`, `SparDL(0.01)`, `ChunkedTopK()`.
 
     Example:
         >>> from jaxsparse.reducers import TopK

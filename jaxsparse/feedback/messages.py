@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxsparse.arrays.layout import Pieces, join
 from jaxsparse.codecs.codec import bits, from_bits
 from jaxsparse.comm.wire import Axes
+from jaxsparse.feedback.plan import TreePlan
 from jaxsparse.feedback.step import (
     Bucket,
     Carried,
     Exchanged,
     Settings,
-    TreePlan,
     begin,
     exchange_dense,
     finish,

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse.arrays.layout import Layout, Pieces, cut, join
+from jaxsparse.arrays.layout import Pieces, cut, join
 from jaxsparse.arrays.magnitude import LARGEST
 from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Axes
-from jaxsparse.reducers.base import Info, Reduced, Reducer
+from jaxsparse.feedback.plan import BucketPlan, TreePlan
+from jaxsparse.reducers.base import Info, Reduced
 
 T = TypeVar("T")
 
@@ -49,38 +50,6 @@ class Exchanged(NamedTuple):
     carried: Carried
     info: Info
     ok: Bool[Array, ""]  # whether everything is finite on all workers
-
-
-class BucketPlan(NamedTuple):
-    """How a bucket is exchanged."""
-
-    reducer: Reducer
-    size: int  # number of elements
-    name: str  # in a state: its number and the reducer's system
-    state: Any  # shapes and dtypes of the reducer's own state
-    leaves: frozenset[int]  # the numbers of the leaves that have a part in it
-
-    @property
-    def needs_zeros(self) -> bool:
-        return self.reducer.needs_zeros
-
-
-class TreePlan(NamedTuple):
-    """How the leaves of a tree are exchanged."""
-
-    layout: Layout
-    buckets: tuple[BucketPlan, ...]
-    dense_elements: int  # number of uncompressed elements of all of a worker's devices
-
-    @property
-    def compressed(self) -> frozenset[int]:
-        """The numbers of the leaves in buckets."""
-        return frozenset().union(*(bucket.leaves for bucket in self.buckets))
-
-    @property
-    def systems(self) -> tuple[str, ...]:
-        """The name of each bucket's system."""
-        return tuple(bucket.reducer.system for bucket in self.buckets)
 
 
 class Settings(NamedTuple):

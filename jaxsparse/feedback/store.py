@@ -16,7 +16,8 @@ from jaxsparse.arrays import hashing, layout as layouts
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.step import Bucket, Carried, Exchanged, TreePlan
+from jaxsparse.feedback.plan import TreePlan
+from jaxsparse.feedback.step import Bucket, Carried, Exchanged
 from jaxsparse.reducers.base import Info
 
 _SIGN = 0x80000000

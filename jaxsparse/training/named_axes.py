@@ -92,6 +92,13 @@ def check_named(
         raise ValueError(reading.refusals[0])
 
 
+_ORDER = (
+    ". The body tells workers apart, or has no rows one after the other: give it all of a worker's "
+    "rows in their order, and cut or move them behind it. A jax.shard_map on the way keeps their "
+    "order if its specs name the workers' axis, too"
+)
+
+
 def _refusal(mark: Any, axis_name: str, why: str) -> str:
     """The error that tells what is wrong with a marked value, and what to write."""
     params, axis = mark.params, repr(axis_name)
@@ -103,11 +110,7 @@ def _refusal(mark: Any, axis_name: str, why: str) -> str:
             "gives that of all workers)"
         )
     if why:
-        return (
-            f"{_cut(mark, axis_name)} and these {why}. Its body tells workers apart, or mixes "
-            "rows, so it has to be given all rows in their order: cut or move them behind it; if "
-            f"they went through a jax.shard_map, name {axis} in its specs, too"
-        )
+        return f"{_cut(mark, axis_name)} and these {why}"
     fix = (
         "What a device makes may be a W-th of all, or all: return an entry for each row, or "
         f"jax.lax.pmean(x, {axis}) and leave the axis out of that spec"
@@ -392,10 +395,11 @@ class _RowsOfBatch(RowsReading):
             self._refuse(mark, True, f"are cut over {before} first: name the workers' axis first")
         elif grows and isinstance(known, RowAxis) and known.axis == dim:
             is_part = known.order in ("part", "again")
-            self._refuse(mark, is_part and use == _RANK, "are not all rows of a worker")
-            self._refuse(mark, known.order == "again", "are those of several rows by turns")
+            self._refuse(mark, is_part and use == _RANK, f"are not all rows of a worker{_ORDER}")
+            is_again = known.order == "again"
+            self._refuse(mark, is_again, f"are those of several rows by turns{_ORDER}")
         elif grows and isinstance(known, str):
-            self._refuse(mark, use == _RANK, f"may be in another order behind {known}")
+            self._refuse(mark, use == _RANK, f"may be in another order behind {known}{_ORDER}")
         else:
             is_alike = isinstance(known, _Alike) and dim in known.axes
             is_part = isinstance(known, RowAxis) and known.axis == dim
