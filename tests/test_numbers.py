@@ -95,7 +95,7 @@ def pages():
     COSTS = [  # words of a row, steps between exchanges, what is sent, its recipe, and optimizers
         ("gradients, dense", 1, "dense", "gradients, dense", "adamw", "muon"), ('gradients, `quantized("int4")`', 1, "int4", "gradients, int4", "adamw", "muon"),
         ("ten local steps, dense", 10, "dense", "local 10, dense", "adamw", "muon"), ('ten local steps, `quantized("int4")`', 10, "int4", "local 10, int4", "adamw", "muon"),
-        ("ten local steps, `sign_sgd()`", 10, "sign", "local 10, sign", "adamw", "muon"), ("updates of each worker's Adam, `spardl(0.01)`", 1, "SparDL 1 %", "updates, SparDL 1 %", "adamw"),
+        ("ten local steps, `contrib.sign_sgd()`", 10, "sign", "local 10, sign", "adamw", "muon"), ("updates of each worker's Adam, `spardl(0.01)`", 1, "SparDL 1 %", "updates, SparDL 1 %", "adamw"),
         ("the same, a random 20th of the coordinates", 1, "random 1/20", "updates, random 1/20", "adamw"), ("the same, `sketched_sgd(20)`", 1, "sketched 20x", "updates, sketched 20x", "adamw"),
     ]
     PAGES = {"README.md": [
