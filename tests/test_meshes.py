@@ -480,9 +480,9 @@ class TestInit:
         where = mesh((2, 2, 2))
         params = {"layers": [{"a": jnp.zeros((8, 6)), "b": [jnp.zeros((8, 4))]}, jnp.zeros((4, 4))]}
         specs = {"layers": [{"a": P("fsdp", "tp"), "b": P("fsdp")}, P(None, "tp")]}
-        placement, _ = meshes.place(params, "hosts", where, specs)
+        placement = meshes.place(params, "hosts", where, specs)
         assert placement.own == (P("fsdp", "tp"), P("fsdp"), P(None, "tp"))
-        placement, _ = meshes.place(params, "hosts", where, P("tp"))
+        placement = meshes.place(params, "hosts", where, P("tp"))
         assert placement.own == (P("tp"),) * 3
 
     def test_specs_of_an_abstract_model_or_state(self):

@@ -12,20 +12,17 @@ shared one vector of cut and uncut leaves would choose different entries of the 
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import keystr, tree_flatten_with_path
-
-from jaxsparse.comm import wire
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -33,38 +30,6 @@ AnyMesh = Mesh | AbstractMesh
 SCOPE = "jaxsparse_exchange"
 # Those of `per_worker` have this one.
 OWN_SCOPE = "jaxsparse_own_gradients"
-
-
-@dataclasses.dataclass(frozen=True)
-class Running:
-    """How the step that is being traced runs.
-
-    Attributes:
-        mesh: the mesh, or None for simulated workers.
-        axis_name: the axis of the workers.
-        workers: the number of simulated workers that `jaxsparse.check` traces for. None: a real
-            step is traced.
-    """
-
-    mesh: Mesh | None
-    axis_name: str
-    workers: int | None = None
-
-
-# How the step that is being traced runs; None outside of `LocalSteps` and `jaxsparse.check`.
-RUNNING: contextvars.ContextVar[Running | None] = contextvars.ContextVar(
-    "jaxsparse_running", default=None
-)
-
-
-@contextlib.contextmanager
-def running(how: Running) -> Iterator[None]:
-    """A context to trace a step in that runs this way."""
-    token = RUNNING.set(how)
-    try:
-        yield
-    finally:
-        RUNNING.reset(token)
 
 
 def context_of(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -106,7 +71,7 @@ class Placement:
         specs = [json.loads(part) for i in range(len(own)) for part in own[str(i)]]
         return cls(
             tuple((axis, size) for axis, size in json.loads(inner)),
-            tuple(PartitionSpec(*(_one_or_all(tuple(part)) for part in spec)) for spec in specs),
+            tuple(PartitionSpec(*(one_or_all(tuple(part)) for part in spec)) for spec in specs),
         )
 
     @property
@@ -143,7 +108,7 @@ class Placement:
                 i = max(fits, key=lambda i: left[i])
                 parts[i] = (*parts[i], axis)
                 left[i] //= sizes[axis]
-        return PartitionSpec(*(_one_or_all(part) for part in parts))
+        return PartitionSpec(*(one_or_all(part) for part in parts))
 
     def is_cut(self, spec: PartitionSpec) -> bool:
         """Whether a partition gives each device of a worker elements of its own."""
@@ -166,10 +131,11 @@ def names_of(part: Any) -> tuple[str, ...]:
 def restricted(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
     """The partition with these axes alone."""
     kept = ([a for a in names_of(part) if a in axes] for part in spec)
-    return PartitionSpec(*(_one_or_all(tuple(part)) for part in kept))
+    return PartitionSpec(*(one_or_all(tuple(part)) for part in kept))
 
 
-def _one_or_all(part: tuple[str, ...]) -> Any:
+def one_or_all(part: tuple[str, ...]) -> Any:
+    """One dimension's part of a partition, from its axes. The inverse of `names_of`."""
     return None if not part else part[0] if len(part) == 1 else part
 
 
@@ -197,128 +163,33 @@ def check_inner(mesh: AnyMesh | None, axis_name: str | None, placement: Placemen
         )
 
 
-def find_mesh(tree: Any, axis_name: str | None, given: Mesh | None) -> AnyMesh | None:
-    """The mesh that leaves are on: the given one, or theirs, the running step's, the context's."""
-    if given is not None:
-        return given
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(leaf, jax.core.Tracer):  # types name the mesh of Auto axes, too
-            sharding = getattr(jax.typeof(leaf), "sharding", None)
-        if isinstance(sharding, NamedSharding) and axis_name in sharding.mesh.axis_names:
-            return sharding.mesh
-    if (how := RUNNING.get()) is not None:
-        return how.mesh
-    context = jax.sharding.get_abstract_mesh()
-    return context if axis_name in context.axis_names else None
-
-
-def find_workers(
-    tree: Any, axis_name: Any, mesh: Mesh | None, workers: Any
-) -> tuple[int, AnyMesh | None]:
-    """The number of workers, and their mesh; None if they are simulated.
-
-    Args:
-        tree: arrays that may show the mesh.
-        axis_name: the axis of the workers.
-        mesh: the mesh, if it is given.
-        workers: the number of workers to simulate, if it is given.
-
-    Raises:
-        ValueError: no mesh is known, or it is not one with this axis, or there is one besides
-            `workers`.
-    """
-    if (how := RUNNING.get()) is not None and how.workers is not None:
-        return how.workers, None
-    if workers is not None:
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise ValueError(
-                f"workers={workers!r} must be a number of workers to simulate, an int of at least "
-                "1 (list it in static_args under optax.inject_hyperparams), or None on a mesh"
-            )
-        if mesh is not None:
-            raise ValueError(
-                f"workers={workers} simulates workers on one device, and mesh={mesh} has them: "
-                "give one of both"
-            )
-        return workers, None
-    found = find_mesh(tree, axis_name, mesh)
-    if found is None:
-        raise ValueError(
-            f"no mesh with an axis {axis_name!r} is known here: put the parameters on one, as by "
-            "params = jaxsparse.shard(params, mesh) in front of tx.init(params), call "
-            "jax.set_mesh(mesh), or give mesh=. If the axis has another name, give axis_name=. To "
-            "simulate workers on one device, give workers="
-        )
-    _check_axis(found, axis_name)
-    return found.shape[axis_name], found
-
-
-def place(
-    tree: Any, axis_name: str | None, mesh: Mesh | None = None, specs: Any = None
-) -> tuple[Placement | None, AnyMesh | None]:
-    """The placement of the leaves of `tree`, None without inner axes; and the mesh they are on.
+def place(tree: Any, axis_name: str, mesh: AnyMesh, specs: Any = None) -> Placement | None:
+    """The placement of the leaves of `tree`, None without inner axes.
 
     Args:
         tree: parameters.
         axis_name: the axis of the workers.
-        mesh: mesh of the parameters, if it can't be seen from them.
+        mesh: their mesh.
         specs: partitions of the parameters, if they can't be seen from them: see `Options`.
 
     Raises:
         ValueError: partitions are unknown, or don't fit the tree or the mesh.
     """
-    found = find_mesh(tree, axis_name, mesh)
-    if found is None or axis_name is None:
-        return None, None
-    _check_axis(found, axis_name)
-    inner = inner_axes(found, axis_name)
+    check_axis(mesh, axis_name)
+    inner = inner_axes(mesh, axis_name)
     if not inner:
-        return None, found
+        return None
     leaves = tree_flatten_with_path(tree)[0]
     given = [None] * len(leaves) if specs is None else _of_leaves(specs, tree)
     own = tuple(
-        _partition(f"leaf{keystr(path)}", leaf, spec, found, axis_name, dict(inner))
+        _partition(f"leaf{keystr(path)}", leaf, spec, mesh, axis_name, dict(inner))
         for (path, leaf), spec in zip(leaves, given)
     )
-    return Placement(inner, own), found
+    return Placement(inner, own)
 
 
-class Rows(NamedTuple):
-    """Where the arrays that differ between workers have their rows.
-
-    Attributes:
-        workers: number of rows: of workers, or 1 if the state is one worker's.
-        mesh: the mesh. None: one device.
-        axis_name: the axis over which rows are split. None: they are not.
-        placement: the partitions of leaves over inner axes. None: there are none.
-    """
-
-    workers: int
-    mesh: AnyMesh | None
-    axis_name: str | None
-    placement: Placement | None
-
-
-def place_rows(
-    params: Any, axis_name: str | None, mesh: Mesh | None, workers: int | None, specs: Any
-) -> Rows:
-    """Where a state for these parameters has its rows. See `Options` for the arguments.
-
-    One worker's code, in which the axis is bound, gets one worker's state. So does code in which no
-    mesh is known, for `jaxsparse.shard` to spread.
-    """
-    is_bound, how = wire.is_bound(axis_name), RUNNING.get()
-    is_simulated = workers is not None or (how is not None and how.workers is not None)
-    if is_simulated and axis_name is not None and not is_bound:
-        return Rows(find_workers((), axis_name, mesh, workers)[0], None, None, None)
-    placement, found = place(params, axis_name, mesh, specs)
-    if is_bound or found is None or axis_name is None:
-        return Rows(1, found, None, placement)
-    return Rows(found.shape[axis_name], found, axis_name, placement)
-
-
-def _check_axis(mesh: AnyMesh, axis_name: str) -> None:
+def check_axis(mesh: AnyMesh, axis_name: str) -> None:
+    """Raises ValueError unless the axis is one of the mesh."""
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of the mesh, whose axes are "

@@ -13,6 +13,8 @@ from jaxsparse.arrays.layout import IsDense, narrow, short_names
 from jaxsparse.arrays.magnitude import clipped
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
+from jaxsparse.comm.meshes import Placement
+from jaxsparse.comm.workers import Workers, place_rows
 from jaxsparse.feedback.options import check_momentum, skipped_update
 from jaxsparse.feedback.store import ErrorFeedbackState, check_made
 from jaxsparse.feedback.transformations import exchange
@@ -116,8 +118,8 @@ def ef21_sgdm(
     )
 
     def init(params: Any) -> EF21State:
-        rows = meshes.place_rows(params, axis_name, mesh, workers, specs)
-        start = _start(params, feedback.init(params), rows)
+        at = place_rows(params, axis_name, mesh, workers, specs)
+        start = _start(params, feedback.init(params), *at)
         return start._replace(momentum=wire.varying(start.momentum, axis_name))
 
     def update(
@@ -169,15 +171,17 @@ def _check_tree(momentum: Any, updates: Any) -> None:
         )
 
 
-def _start(params: Any, feedback: ErrorFeedbackState, rows: meshes.Rows) -> EF21State:
-    """The state before the first step, placed as parameters are, with these rows.
+def _start(
+    params: Any, feedback: ErrorFeedbackState, workers: Workers, placement: Placement | None
+) -> EF21State:
+    """The state before the first step, placed as parameters are.
 
     Momenta of compressed leaves are placed as their residuals, because an exchange may cut leaves
     further.
     """
     treedef: Any
     leaves, treedef = jax.tree.leaves(params), jax.tree.structure(marks.without_variables(params))
-    count, mesh, axis_name, placement = rows
+    count, mesh, axis_name = workers.count, workers.mesh, workers.axis_name
     own = [PartitionSpec()] * len(leaves) if placement is None else placement.own
     in_variables = axis_name is not None and marks.has_variables(params)
 

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.comm import marks, meshes
 from jaxsparse.comm.meshes import AnyMesh, Placement
+from jaxsparse.comm.workers import RUNNING, Workers, is_checked
 from jaxsparse.feedback.front import means_in_check
 from jaxsparse.feedback.store import ErrorFeedbackState, Kind, kinds
 from jaxsparse.reducers.base import Reducer
@@ -85,7 +86,10 @@ def typed_as(params: Any, state: ErrorFeedbackState) -> ErrorFeedbackState:
 
 
 def spread(
-    state: ErrorFeedbackState, params: Any, at: meshes.Rows, compressed: Set[int]
+    state: ErrorFeedbackState,
+    params: Any,
+    at: tuple[Workers, Placement | None],
+    compressed: Set[int],
 ) -> ErrorFeedbackState:
     """The initial state of all devices, from that of one.
 
@@ -95,10 +99,11 @@ def spread(
     Args:
         state: the initial state of one device's shards: zeros, and reducers' states.
         params: the parameters.
-        at: where it has rows.
+        at: the workers, and the placement of the parameters.
         compressed: the numbers of the leaves in buckets.
     """
-    workers, mesh, axis_name, placement = at
+    found, placement = at
+    workers, mesh, axis_name = found.count, found.mesh, found.axis_name
     if mesh is None:
         rows = lambda x: jnp.broadcast_to(x, (workers, *x.shape[1:]))
         return marks.map_marked(lambda x, is_own: rows(x) if is_own else x, state)
@@ -143,8 +148,7 @@ def over_rows(
     updates: Any,
     state: ErrorFeedbackState,
     momentum: Any,
-    mesh: AnyMesh | None,
-    axis_name: Any,
+    workers: Workers,
     compressed: Set[int],
 ) -> tuple[Any, ErrorFeedbackState]:
     """Runs `update` for all workers, whose gradients and per-worker arrays have a row for each.
@@ -156,38 +160,17 @@ def over_rows(
         updates: gradients.
         state: the state.
         momentum: a factor, equal on all workers.
-        mesh: the mesh. None: workers are simulated.
-        axis_name: the axis of the workers.
+        workers: the workers.
         compressed: the numbers of the leaves in buckets.
 
     Raises:
         ValueError: the state was not made for the inner axes of this mesh.
     """
-    if (how := meshes.RUNNING.get()) is not None and how.workers is not None:
+    if is_checked():
         return means_in_check(updates, bool(state.momentum)), state
-    if mesh is None:
-        return _simulated(update, updates, state, momentum, axis_name)
     placement = Placement.of(state.placement)
-    meshes.check_inner(mesh, axis_name, placement)
-    if placement is None:
-        placement = Placement((), (PartitionSpec(),) * len(jax.tree.leaves(updates)))
-    return _on_each(update, mesh, axis_name, placement, compressed, True, updates, state, momentum)
-
-
-def _simulated(
-    update: Update, updates: Any, state: ErrorFeedbackState, momentum: Any, axis_name: str
-) -> tuple[Any, ErrorFeedbackState]:
-    described = kinds(state)
-    axes = jax.tree.map(lambda kind: 0 if kind.is_own else None, described)
-
-    def one(updates: Any, state: Any) -> tuple[Any, Any]:
-        state = jax.tree.map(lambda x, kind: x[None] if kind.is_own else x, state, described)
-        means, state = update(updates, state, momentum, ())
-        return means, jax.tree.map(lambda x, kind: x[0] if kind.is_own else x, state, described)
-
-    with jax.named_scope(meshes.SCOPE):
-        mapped = jax.vmap(one, in_axes=(0, axes), out_axes=(None, axes), axis_name=axis_name)
-        return mapped(updates, state)
+    meshes.check_inner(workers.mesh, workers.axis_name, placement)
+    return _on_each(update, workers, placement, compressed, True, updates, state, momentum)
 
 
 def in_worker(
@@ -195,26 +178,28 @@ def in_worker(
     updates: Any,
     state: ErrorFeedbackState,
     momentum: Any,
-    mesh: AnyMesh | None,
+    mesh: Mesh | None,
     axis_name: str | None,
     compressed: Set[int],
 ) -> tuple[Any, ErrorFeedbackState]:
     """Runs `update` in one worker's code. See `over_rows`; `mesh` is the one that was given."""
-    how, context = meshes.RUNNING.get(), jax.sharding.get_abstract_mesh()
+    how, context = RUNNING.get(), jax.sharding.get_abstract_mesh()
     is_manual = axis_name in context.manual_axes
+    found: AnyMesh | None = mesh
     if is_manual or mesh is None:
-        mesh = context if is_manual else how.mesh if how else None
+        found = context if is_manual else how.mesh if how else None
     placement = Placement.of(state.placement)
-    meshes.check_inner(mesh, axis_name, placement)
+    meshes.check_inner(found, axis_name, placement)
     if axis_name is None:
         alone = lambda given, momentum: update(given[0], given[1], momentum, ())
         return meshes.untyped(alone, (updates, state), momentum)
-    if mesh is None or (is_manual and placement is None):
+    if found is None or (is_manual and placement is None):
         return update(updates, state, momentum, ())
-    at = placement or Placement((), (PartitionSpec(),) * len(jax.tree.leaves(updates)))
-    run = functools.partial(_on_each, update, mesh, axis_name, at, compressed)
+    each = lambda count: functools.partial(
+        _on_each, update, Workers(count, found, axis_name), placement, compressed
+    )
     if is_manual:
-        return run(False, updates, state, momentum)
+        return each(1)(False, updates, state, momentum)
 
     @custom_vmap
     def exchanged(updates: Any, state: Any, momentum: Any, rank: Any) -> Any:
@@ -223,9 +208,9 @@ def in_worker(
         return updates, state  # for their shapes: the rule replaces it
 
     @exchanged.def_vmap
-    def rule(workers: int, batched: Any, updates: Any, state: Any, momentum: Any, _: Any) -> Any:
-        updates, state, momentum = _rows(workers, batched[:3], updates, state, momentum)
-        delivered, state = run(True, updates, state, momentum)
+    def rule(count: int, batched: Any, updates: Any, state: Any, momentum: Any, _: Any) -> Any:
+        updates, state, momentum = _rows(count, batched[:3], updates, state, momentum)
+        delivered, state = each(count)(True, updates, state, momentum)
         described = kinds(state)
         state = jax.tree.map(lambda x, kind: x[:, None] if kind.is_own else x, state, described)
         batched = jax.tree.map(lambda kind: kind.is_own, described)
@@ -237,23 +222,24 @@ def in_worker(
 
 def _on_each(
     update: Update,
-    mesh: AnyMesh,
-    axis_name: str,
-    placement: Placement,
+    workers: Workers,
+    placement: Placement | None,
     compressed: Set[int],
     is_stacked: bool,
     updates: Any,
     state: ErrorFeedbackState,
     momentum: Any,
 ) -> tuple[Any, ErrorFeedbackState]:
-    """Runs `update` manually over all axes.
+    """Runs `update` on each worker's devices.
 
-    With `is_stacked`, gradients and per-worker arrays have a row for each worker, and `axis_name`
-    becomes manual here. Otherwise it is manual already.
+    With `is_stacked`, gradients and per-worker arrays have a row for each worker. Otherwise the
+    workers' axis is manual already.
     """
-    inner = placement.axes
+    mesh, axis_name = workers.mesh, workers.axis_name
     treedef: Any
     leaves, treedef = jax.tree.flatten(updates)
+    placement = placement or Placement((), (PartitionSpec(),) * len(leaves))
+    inner = placement.axes
     rows = (axis_name,) if is_stacked else ()
     names = layouts.short_names(updates)
     shapes = [jax.ShapeDtypeStruct(x.shape[is_stacked:], x.dtype) for x in leaves]
@@ -272,17 +258,12 @@ def _on_each(
     def widen(x: Any, kind: Kind) -> Any:
         return x if not kind.is_reducers or not inner else x[:, None] if kind.is_own else x[None]
 
+    def cut(x: Any, own: PartitionSpec, to: PartitionSpec) -> Any:
+        return x if mesh is None or own == to else meshes.constrain(x, NamedSharding(mesh, to))
+
     described = kinds(state)
-    # Leaves are cut here as they are exchanged. Explicit axes refuse to do it at the border.
-    if not is_stacked:
-        leaves = [
-            meshes.constrain(x, NamedSharding(mesh, spec)) if own != spec else x
-            for x, own, spec in zip(leaves, placement.own, specs)
-        ]
-    elif AxisType.Explicit in mesh.axis_types:
-        put = lambda x, spec: meshes.constrain(x, NamedSharding(mesh, spec))
-        leaves = [put(x, PartitionSpec(*rows, *spec)) for x, spec in zip(leaves, specs)]
-        state = jax.tree.map(lambda x, kind: put(x, spec(kind)), state, described)
+    if not is_stacked:  # leaves are cut here as they are exchanged
+        leaves = list(map(cut, leaves, placement.own, specs))
 
     def body(leaves: list[Any], state: ErrorFeedbackState, momentum: Any) -> Any:
         own = treedef.unflatten([x[0] for x in leaves] if is_stacked else leaves)
@@ -291,20 +272,14 @@ def _on_each(
         return jax.tree.leaves(delivered), jax.tree.map(widen, state, described)
 
     state_specs = jax.tree.map(spec, described)
-    delivered, state = jax.shard_map(
+    delivered, state = workers.map(
         body,
-        mesh=mesh if is_stacked else None,
-        in_specs=([PartitionSpec(*rows, *s) for s in specs], state_specs, PartitionSpec()),
-        out_specs=(specs, state_specs),
-        axis_names=set(mesh.axis_names) - set(() if is_stacked else mesh.manual_axes),
-        check_vma=False,
-    )(leaves, state, momentum)
+        (leaves, state, momentum),
+        ([PartitionSpec(*rows, *s) for s in specs], state_specs, PartitionSpec()),
+        (specs, state_specs),
+    )
     # The optimizer behind keeps its moments cut as the parameters are, and not further.
-    delivered = [
-        meshes.constrain(x, NamedSharding(mesh, own)) if own != spec else x
-        for x, own, spec in zip(delivered, placement.own, specs)
-    ]
-    return treedef.unflatten(delivered), state
+    return treedef.unflatten(map(cut, delivered, specs, placement.own)), state
 
 
 def _rows(

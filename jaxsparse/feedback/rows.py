@@ -21,7 +21,7 @@ from jax.tree_util import (
 
 from jaxsparse.arrays.layout import short_names
 from jaxsparse.comm.marks import PerWorker, own_leaves
-from jaxsparse.comm.meshes import RUNNING, AnyMesh, find_workers
+from jaxsparse.comm.workers import RUNNING, Workers
 from jaxsparse.feedback.front import check_front
 
 _OVERWRITTEN = "_overwrite_with_gradient"  # Flax' collection of scales and histories of maxima
@@ -34,26 +34,25 @@ def read_rows(
     axis_name: str | None,
     mesh: Mesh | None,
     workers: int | None,
-) -> tuple[Any, Any, int, AnyMesh | None]:
+) -> tuple[Any, Any, Workers]:
     """Reads what `update` got where no axis is bound.
 
     Returns:
-        Gradients, each with a row for each worker. Shapes and dtypes of one worker's. The number of
-        workers. Their mesh, or None if they are simulated.
+        Gradients, each with a row for each worker. Shapes and dtypes of one worker's. The workers.
 
     Raises:
-        ValueError: gradients or the state have no row for each worker, or see `find_workers`.
+        ValueError: gradients or the state have no row for each worker, or see `Workers.find`.
     """
-    if (how := RUNNING.get()) is not None and how.workers is None and how.axis_name != axis_name:
+    if (how := RUNNING.get()) is not None and how.checked is None and how.axis_name != axis_name:
         raise ValueError(
             f"axis_name={axis_name!r} is not bound here (axes in scope: [{how.axis_name!r}]): pass "
             f"axis_name={how.axis_name!r} if that is the workers' axis"
         )
     updates = _split_unreduced(updates, axis_name)
     one = _one_workers(updates, state, params, axis_name)
-    count, found = find_workers((updates, state), axis_name, mesh, workers)
-    check_rows(updates, state, count, axis_name, params)
-    return updates, one, count, found
+    found = Workers.find((updates, state), axis_name, mesh, workers)
+    check_rows(updates, state, found, params)
+    return updates, one, found
 
 
 def _one_workers(updates: Any, state: Any, params: Any, axis_name: str | None) -> Any:
@@ -149,10 +148,9 @@ def check_own(updates: Any, params: Any, axis_name: str | None) -> None:
             )
 
 
-def check_rows(
-    updates: Any, state: Any, workers: int, axis_name: str | None, params: Any = None
-) -> None:
+def check_rows(updates: Any, state: Any, found: Workers, params: Any = None) -> None:
     """Raises ValueError unless gradients and state have a row for each worker, its own."""
+    workers, axis_name = found.count, found.axis_name
     if params is not None:
         _check_shapes(updates, _shapes_of(params, len(jax.tree.leaves(updates))), axis_name)
     for path, x in tree_leaves_with_path(updates):

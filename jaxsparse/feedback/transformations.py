@@ -19,8 +19,9 @@ from jaxtyping import Array, DTypeLike, Float, Int, UInt32
 from jaxsparse.arrays.layout import IsDense
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import is_stand_in, on_plain_arrays
-from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
+from jaxsparse.comm.meshes import Placement
 from jaxsparse.comm.wire import Axes
+from jaxsparse.comm.workers import place_rows
 from jaxsparse.feedback.devices import in_worker, over_rows, shards, spread, typed_as
 from jaxsparse.feedback.messages import Posted, check_messages, post_step, receive_step
 from jaxsparse.feedback.options import (
@@ -224,7 +225,7 @@ class Setup:
     def init(self, params: Any) -> ErrorFeedbackState:
         """Optax's `init`."""
         rows = place_rows(params, self.axis_name, self.mesh, self.workers, self.specs)
-        plan = self.plan_of(params, rows.placement)
+        plan = self.plan_of(params, rows[1])
         state = self.store(()).init(plan)
         if self.axis_name is None:
             state = typed_as(params, state)
@@ -250,23 +251,21 @@ class Setup:
         check_made(state, ErrorFeedbackState)
         if has_nothing(updates, state):
             return updates, state
-        axis_name = self.axis_name
-        is_bound = wire.is_bound(axis_name)  # so this is one worker's code
+        axis_name, momentum = self.axis_name, self.momentum
         shapes: Any = updates  # at least the shapes of one worker's
-        found: AnyMesh | None = self.mesh
-        if not is_bound:
+        if not (is_bound := wire.is_bound(axis_name)):  # else this is one worker's code
             given = axis_name, self.mesh, self.workers
-            updates, shapes, _, found = read_rows(updates, state, params, *given)
+            updates, shapes, workers = read_rows(updates, state, params, *given)
             check_extra_args(updates, extra_args)
         plan = self.plan_of(shapes, Placement.of(state.placement))
-        if is_bound:
-            Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more
-            check_own(updates, params, axis_name)
-        on_device = functools.partial(self._on_device, step, plan)
-        run = in_worker if is_bound else over_rows
+        each = functools.partial(self._on_device, step, plan)
         # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
         with jax.disable_jit(False):
-            return run(on_device, updates, state, self.momentum, found, axis_name, plan.compressed)
+            if not is_bound:
+                return over_rows(each, updates, state, momentum, workers, plan.compressed)
+            Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more
+            check_own(updates, params, axis_name)
+            return in_worker(each, updates, state, momentum, self.mesh, axis_name, plan.compressed)
 
     def _on_device(
         self,

@@ -8,8 +8,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, tree_flatten_with_path, tree_map_with_path
 
 from jaxsparse.comm.marks import is_marked
+from jaxsparse.comm.workers import Workers
 from jaxsparse.outer.worker import LocalState, Worker
-from jaxsparse.training.sharding import count_workers
 
 
 def shapes_of(worker: Worker, state: Any, mesh: Mesh | int) -> LocalState:
@@ -21,7 +21,7 @@ def shapes_of(worker: Worker, state: Any, mesh: Mesh | int) -> LocalState:
             whole on each device.
         mesh: the mesh, or the number of workers to simulate.
     """
-    axis, workers = worker.axis_name, count_workers(mesh, worker.axis_name)
+    axis, workers = worker.axis_name, Workers.on(mesh, worker.axis_name).count
     on = lambda spec: NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else None
     spec_of = lambda x: getattr(getattr(x, "sharding", x), "spec", PartitionSpec())
     struct = lambda x, spec: jax.ShapeDtypeStruct(

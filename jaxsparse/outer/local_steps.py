@@ -28,8 +28,8 @@ from jax.sharding import Mesh
 from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import is_per_worker
-from jaxsparse.comm.meshes import inner_axes
 from jaxsparse.comm.static_leaves import held, released, with_flags_held
+from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback import Exchange
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
@@ -48,7 +48,7 @@ from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
 from jaxsparse.training.batches import AS_OTHER_SHAPE, as_long, check_closed_over
 from jaxsparse.training.check import check
-from jaxsparse.training.sharding import count_workers, shard
+from jaxsparse.training.sharding import shard
 
 
 def params_of(state: Any) -> Any:
@@ -183,7 +183,7 @@ class LocalSteps:
         weight: Select | None = None,
         streaming: Streaming | None = None,
     ) -> None:
-        self._workers = count_workers(mesh, axis_name)  # raises where they are wrong
+        self._workers = Workers.on(mesh, axis_name)
         self.every = every if isinstance(every, Stages) else Stages((every,), ())
         for steps in self.every.values:
             if static_int("every", steps) < 1:
@@ -221,7 +221,7 @@ class LocalSteps:
         alone = functools.partial(make, batch_argnums=())
         of_all = lambda f, run: [run(functools.partial(f, fragment=p)) for p in parts]
         closes_over = lambda program, batches: check_closed_over(
-            program, batches, self._workers, AS_OTHER_SHAPE
+            program, batches, self._workers.count, AS_OTHER_SHAPE
         )
         self.inner = make(worker.step, check=closes_over)
         self.outer = of_all(worker.exchange, alone)
@@ -242,11 +242,11 @@ class LocalSteps:
         state = held(state)
         leaves = jax.tree.leaves(state)
         check_memory(state)
-        inner = inner_axes(self._mesh, self._axis_name) if isinstance(self._mesh, Mesh) else ()
+        inner = self._workers.inner
         if inner and any(isinstance(x, jax.core.Tracer) for x in leaves):
             raise ValueError(
                 "init is traced, as in jax.eval_shape(train.init, state), so it can't see how "
-                f"arrays are cut over the axes {dict(inner)}: give train.init(state) the shapes "
+                f"arrays are cut over the axes {inner}: give train.init(state) the shapes "
                 "themselves, jax.ShapeDtypeStructs with a sharding"
             )
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
@@ -295,7 +295,7 @@ class LocalSteps:
         rest = with_flags_held(rest)
         if not self._has_met:
             self._meet("goes on", t)
-        if rest and (alike := as_long(*held((batch, rest)), self._workers)):
+        if rest and (alike := as_long(*held((batch, rest)), self._workers.count)):
             raise ValueError(
                 f"rest{alike} has as many rows as the batch, and each worker would get all of "
                 "them: put it into the batch. If each worker is to see it whole, "
@@ -454,7 +454,7 @@ class LocalSteps:
                 f"the inner step communicates over {axis!r} at each step: {'; '.join(found[:4])}. "
                 "Return metrics as each worker's own, and leave exchanges to LocalSteps"
             )
-            if not isinstance(self._mesh, Mesh) or not inner_axes(self._mesh, axis):
+            if not self._workers.inner:
                 raise ValueError(text)
             warnings.warn(text, stacklevel=3)
         self._is_checked = True
@@ -466,7 +466,7 @@ class LocalSteps:
             program = self.lower(state, batch, None, *rest).compile()
             found = traffic.crossing(program, axis_name=self._axis_name, mesh=self._mesh)
             return list(map(str, found))
-        workers = self._workers
+        workers = self._workers.count
         given = held((state.worker, batch, rest))
 
         def of_one(worker: Any, batch: Any, rest: Any) -> tuple[Any, ...]:

@@ -15,12 +15,13 @@ from jax.sharding import AxisType, Mesh
 from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
 from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
-from jaxsparse.comm.meshes import Running, context_of, inner_axes, running
+from jaxsparse.comm.meshes import context_of
 from jaxsparse.comm.static_leaves import has_static, held, released
+from jaxsparse.comm.workers import Running, Workers, running
 from jaxsparse.processes.calls import Step
 from jaxsparse.training.batches import check_batches
-from jaxsparse.training.gradients import OwnAndEqual, on_workers, run_manually, run_mapped
-from jaxsparse.training.sharding import count_workers, warn_of_copies
+from jaxsparse.training.gradients import OwnAndEqual, on_workers, run_on
+from jaxsparse.training.sharding import warn_of_copies
 from jaxsparse.training.watching import checks_of
 
 
@@ -50,9 +51,9 @@ def run_on_workers(
             batch, a leaf is no array, or per-worker state isn't spread over the workers.
     """
     given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-    workers = count_workers(mesh, axis_name)
+    workers = Workers.on(mesh, axis_name)
     whole = mesh if isinstance(mesh, Mesh) else None
-    inner = set() if whole is None else {name for name, _ in inner_axes(whole, axis_name)}
+    inner = frozenset(workers.inner)
     kinds = {} if whole is None else dict(zip(whole.axis_names, whole.axis_types))
 
     def one(*args: Any) -> Any:
@@ -60,7 +61,7 @@ def run_on_workers(
 
     def parallel(*args: Any) -> Any:
         batches = _numbers_of(given, args)
-        _check_arguments(args, batches, workers)
+        _check_arguments(args, batches, workers.count)
         if kinds.get(axis_name) == AxisType.Explicit:  # traced arrays tell where they are
             warn_of_copies(axis_name, args)
         treedef: Any
@@ -79,12 +80,10 @@ def run_on_workers(
             if has_model:
                 of_batch = [path[0].idx in batches for path, _ in flat]
                 checked = lambda program: check(program, [args[i] for i in batches])
-                run = on_workers(body, workers, whole, axis_name, is_split, of_batch, checked)
-            elif whole is None or (inner and AxisType.Explicit not in kinds.values()):
-                run = run_mapped(body, workers, whole, axis_name, is_split)
+                found = on_workers(body, workers, is_split, of_batch, checked)(*leaves)
             else:
-                run = run_manually(body, whole, axis_name, is_split, inner)
-            found = run(*leaves)
+                name = axis_name if inner and not workers.is_explicit else None
+                found = run_on(workers, body, leaves, is_split, name)
         either = lambda own, equal: equal if own is None else own
         return jax.tree.map(either, *found, is_leaf=lambda x: x is None)
 

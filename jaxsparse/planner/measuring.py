@@ -17,8 +17,9 @@ from jaxtyping import Array
 from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
+from jaxsparse.comm.workers import Workers
 from jaxsparse.traffic.report import RECEIVED
-from jaxsparse.training.sharding import count_workers, shard
+from jaxsparse.training.sharding import shard
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ def measure_network(
         words: sizes to exchange, in words of 4 bytes: two or more.
         seconds: time limit for repeating exchanges. Compiling takes some more seconds.
     """
-    workers = count_workers(mesh, axis_name)
+    workers = Workers.on(mesh, axis_name).count
     if workers < 2:
         raise ValueError(f"mesh={mesh} has one worker, which exchanges nothing: give two or more")
     left = static_float("seconds", seconds)
@@ -185,7 +186,7 @@ def autotune(
     """
     if not candidates:
         raise ValueError(f"candidates={candidates} is empty: give at least one setting to try")
-    repeats, workers = static_count("repeats", repeats), count_workers(mesh, axis_name)
+    repeats, workers = static_count("repeats", repeats), Workers.on(mesh, axis_name).count
     leaves, treedef = jax.tree.flatten(params)
 
     def draw() -> Any:

@@ -9,7 +9,7 @@ import optax
 from jax.extend.core import ClosedJaxpr
 
 from jaxsparse.arrays.layout import named_shapes
-from jaxsparse.comm import meshes
+from jaxsparse.comm.workers import Running, running
 from jaxsparse.feedback import front
 from jaxsparse.training.chains import warn_of_chains, warn_of_masks
 
@@ -109,7 +109,7 @@ def _traced(
     """
     moved = _differentiated(own)
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), moved)
-    how = meshes.Running(None, axis_name, workers=workers)
+    how = Running(None, axis_name, checked=workers)
     inside = optax.with_extra_args_support(tx).update
 
     def update(rows: Any, state: Any, own: Any) -> Any:
@@ -120,7 +120,7 @@ def _traced(
         given = {"value": zero, "grad": means, "value_fn": lambda params: zero}
         return inside(front.marked(rows), state, own, **given)
 
-    with meshes.running(how), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with running(how), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         state = jax.eval_shape(tx.init, own)
         trace = lambda update: jax.make_jaxpr(update, return_shape=True)(rows, state, own)
         try:

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import tree_flatten_with_path
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import shard_maps, wire
-from jaxsparse.comm.meshes import AnyMesh, find_workers, inner_axes, names_of, restricted
 from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback.front import marked
 from jaxsparse.training import named_axes, one_worker
 from jaxsparse.training.batches import check_closed_over, numbers_of_batches, with_fixed
@@ -114,8 +114,8 @@ def value_and_grad(
             )
         given = held(with_fixed(argnums, batch_argnums, args, kwargs))
         check_arrays("argument", given)
-        count, found = find_workers(given, axis_name, mesh, workers)
-        split = numbers_of_batches(batch_argnums, argnums, *given, count)
+        there = Workers.find(given, axis_name, mesh, workers)
+        split = numbers_of_batches(batch_argnums, argnums, *given, there.count)
         treedef: Any
         flat, treedef = tree_flatten_with_path(given)
         is_split = [path[0].idx == 0 and path[1].idx in split for path, _ in flat]
@@ -137,10 +137,10 @@ def value_and_grad(
         def check(program: Jaxpr) -> None:
             if batch_argnums is None:
                 batches = [given[0][i] for i in split]
-                check_closed_over(program, batches, count, "give batch_argnums=1")
+                check_closed_over(program, batches, there.count, "give batch_argnums=1")
             named_axes.check_sums(program, axis_name)
 
-        each = on_workers(one, count, found, axis_name, is_split, is_split, check, True)
+        each = on_workers(one, there, is_split, is_split, check, True)
         (value, grads), _ = each(*(x for _, x in flat))
         return value, marked(grads)
 
@@ -199,15 +199,13 @@ def _differentiated(
 
 def on_workers(
     one: Callable[..., OwnAndEqual],
-    workers: int,
-    mesh: AnyMesh | None,
-    axis_name: str,
+    workers: Workers,
     is_split: list[bool],
     of_batch: list[bool],
     check: Callable[[Jaxpr], None],
     has_own_branches: bool = False,
 ) -> Callable[..., OwnAndEqual]:
-    """`one`, which has a model inside, on all workers. See `run_mapped`.
+    """`one`, which has a model inside, on all workers. See `run_on`.
 
     `of_batch` tells of each array whether it is of a batch: a worker's own state is split, too.
     `check` is given the program of one worker. A loss branches on a worker's own values
@@ -217,7 +215,9 @@ def on_workers(
     `jax.lax.cond` takes one of its branches. Otherwise it is mapped, so that JAX places all but the
     workers' axis.
     """
-    inner = set() if mesh is None else {name for name, _ in inner_axes(mesh, axis_name)}
+    count, mesh, axis_name = workers.count, workers.mesh, workers.axis_name
+    assert axis_name is not None
+    inner = workers.inner
 
     def traced(
         trace: Callable[[Callable[..., Any], Sequence[Any]], ClosedJaxpr], types: Sequence[Any]
@@ -233,9 +233,9 @@ def on_workers(
         program = trace(flat, types)
         tree = trees[-1]  # others follow, of more rows
         check(program.jaxpr)
-        if mesh is not None and workers > 1:  # else nothing is cut
+        if mesh is not None and count > 1:  # else nothing is cut
             again = functools.partial(trace, flat)
-            named_axes.check_named(program.jaxpr, of_batch, axis_name, workers, types, again)
+            named_axes.check_named(program.jaxpr, of_batch, axis_name, count, types, again)
         return program, tree
 
     def traced_inside(*leaves: Any, closed: Sequence[Any] = ()) -> OwnAndEqual:
@@ -245,14 +245,14 @@ def on_workers(
 
         def trace(flat: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
             with (
-                shard_maps.leave_out(axis_name, workers, mesh=around),
+                shard_maps.leave_out(axis_name, count, mesh=around),
                 one_worker.told_of_explicit(mesh, axis_name),
             ):
                 # JAX's caches of inner functions tell this trace by an axis that nothing uses.
                 return jax.make_jaxpr(flat, axis_env=[(f"{one_worker.ROWS}_inside", 1)])(*types)
 
         program, tree = traced(trace, [*map(jax.typeof, leaves)])
-        if mesh is not None and AxisType.Explicit in mesh.axis_types:
+        if workers.is_explicit:
             named_axes.check_explicit(program.jaxpr, axis_name)
         if has_own_branches and one_worker.branches_on(program.jaxpr, axis_name):
             raise ValueError(
@@ -260,7 +260,7 @@ def on_workers(
                 "workers that take other branches would wait for ever: use jnp.where, or make the "
                 "mesh with axis_types=(jax.sharding.AxisType.Auto,) * n and another axis"
             )
-        program = rewritten(program, axis_name, mesh, workers, False, bool(inner))
+        program = rewritten(program, axis_name, mesh, count, False, bool(inner))
         known = {id(x): own for x, own in zip(closed, inside)}
         consts = [known.get(id(x), x) for x in program.consts]
         return tree.unflatten(jaxpr_as_fun(ClosedJaxpr(program.jaxpr, consts))(*leaves))
@@ -268,14 +268,14 @@ def on_workers(
     def run(*leaves: Any) -> OwnAndEqual:
         types = [
             jax.ShapeDtypeStruct(
-                (x.shape[0] // workers, *x.shape[1:]) if yes else x.shape,
+                (x.shape[0] // count, *x.shape[1:]) if yes else x.shape,
                 x.dtype,
                 weak_type=x.weak_type,
             )
             for x, yes in zip(map(jax.typeof, leaves), is_split)
         ]
         trace = lambda flat, types: one_worker.trace(
-            flat, types, axis_name, workers, mesh is not None
+            flat, types, axis_name, count, mesh is not None
         )
         program, tree = traced(trace, types)
         is_mapped = mesh is None or bool(inner) or one_worker.knows_mesh(program.jaxpr)
@@ -288,120 +288,54 @@ def on_workers(
         if mesh is not None and not is_mapped and (in_context or has_form):
             with contextlib.suppress(AssertionError):
                 again = functools.partial(traced_inside, closed=program.consts)
-                return manually(again, *leaves, *program.consts)
+                return run_on(workers, again, [*leaves, *program.consts], is_split)
             is_mapped = True
-        program = rewritten(program, axis_name, mesh, workers, is_mapped, is_mapped)
+        program = rewritten(program, axis_name, mesh, count, is_mapped, is_mapped)
 
         def as_fun(*leaves: Any) -> OwnAndEqual:
             called = ClosedJaxpr(program.jaxpr, leaves[len(is_split) :])
             return tree.unflatten(jaxpr_as_fun(called)(*leaves[: len(is_split)]))
 
-        if mesh is not None and not is_mapped:
-            return manually(as_fun, *leaves, *program.consts)
-        whole = [False] * len(program.consts)
-        mapped = run_mapped(as_fun, workers, mesh, axis_name, [*is_split, *whole], one_worker.ROWS)
+        mapped = lambda *given: run_on(
+            workers, as_fun, given, is_split, one_worker.ROWS if is_mapped else None
+        )
         if mesh is None and one_worker.knows_mesh(program.jaxpr):
             mapped = jax.jit(mapped)  # JAX runs no mapped shard_map as it is read
         return mapped(*leaves, *program.consts)
 
-    def manually(f: Callable[..., OwnAndEqual], *given: Any) -> OwnAndEqual:
-        """Runs it on arguments, and behind them on values that it closes over, whole as they are.
-
-        Inside, these would have types of a mesh whose axes are not manual.
-        """
-        whole = [False] * (len(given) - len(is_split))
-        assert mesh is not None
-        return run_manually(f, mesh, axis_name, [*is_split, *whole], inner)(*given)
-
-    if mesh is not None and AxisType.Explicit in mesh.axis_types:
-        return run_manually(traced_inside, mesh, axis_name, is_split, inner)
+    if workers.is_explicit:
+        return lambda *leaves: run_on(workers, traced_inside, leaves, is_split)
     return run
 
 
-def run_mapped(
+def run_on(
+    workers: Workers,
     one: Callable[..., OwnAndEqual],
-    workers: int,
-    mesh: AnyMesh | None,
-    axis_name: str,
+    given: Sequence[Any],
     is_split: list[bool],
-    name: str | None = None,
-) -> Callable[..., OwnAndEqual]:
-    """`one` mapped over the workers by vmap.
+    vmapped_as: str | None = None,
+) -> OwnAndEqual:
+    """Runs `one` on all workers, and leaves inner axes to JAX.
 
     Args:
+        workers: the workers, W.
         one: function of arrays, which gives the worker's own arrays and those equal on all workers.
-        workers: number of workers, W.
-        mesh: the mesh. None: workers are simulated.
-        axis_name: the axis of the workers.
+        given: the arrays of all workers. Behind them stand values over which `one` closes, whole:
+            inside, they would have types of a mesh whose axes are not manual.
         is_split: whether each array is split along its first axis, or whole on each worker.
-        name: how `one` names the axis. None: `axis_name`.
+        vmapped_as: see `Workers.map`.
 
     Returns:
-        A function of the arrays of all workers. Of own ones it gives rows, (W, ...).
+        Own arrays with a row for each worker, (W, ...), and equal ones.
     """
+    split, whole = PartitionSpec(workers.axis_name), PartitionSpec()
+    rows = [*is_split, *[False] * (len(given) - len(is_split))]
+    specs = tuple(split if yes else whole for yes in rows)
+    arrays = tuple(map(jnp.asarray, given))
+    auto = frozenset(workers.inner)
 
-    def rows(x: Any) -> Any:
-        """An array whose first axis is that of the workers. XLA may copy it over them if told less.
-
-        Along its other axes it may be sharded in any way.
-        """
-        if mesh is None:
-            return x
-        free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        sharding = NamedSharding(mesh, PartitionSpec(axis_name, *free))
-        return jax.lax.with_sharding_constraint(x, sharding)
-
-    def run(*leaves: Any) -> OwnAndEqual:
-        given = [
-            rows(x.reshape(workers, x.shape[0] // workers, *x.shape[1:])) if yes else x
-            for x, yes in zip(map(jnp.asarray, leaves), is_split)
-        ]
-        mapped = jax.vmap(
-            one,
-            in_axes=[0 if yes else None for yes in is_split],
-            out_axes=(0, None),
-            axis_name=axis_name if name is None else name,
-            axis_size=workers,
-            spmd_axis_name=None if mesh is None else axis_name,
-        )
-        with contextlib.nullcontext() if mesh is None else shard_maps.no_casts():
-            own, equal = mapped(*given)
-        return jax.tree.map(rows, own), equal
-
-    return run
-
-
-def run_manually(
-    one: Callable[..., OwnAndEqual],
-    mesh: AnyMesh,
-    axis_name: str,
-    is_split: list[bool],
-    inner: set[str],
-) -> Callable[..., OwnAndEqual]:
-    """`one` with the axis of the workers manual, and all axes but `inner`. See `run_mapped`."""
-    split, kinds = PartitionSpec(axis_name), dict(zip(mesh.axis_names, mesh.axis_types))
-
-    def body(*leaves: Any) -> OwnAndEqual:
+    def each(*leaves: Any) -> OwnAndEqual:
         own, equal = one(*leaves)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], own), equal
 
-    def typed(x: Any, yes: bool) -> Any:
-        """Explicit axes refuse arguments whose types have another sharding."""
-        wanted = restricted(jax.typeof(x).sharding.spec, inner)
-        if yes and kinds[axis_name] == AxisType.Explicit:
-            first = names_of(wanted[0]) if len(wanted) else ()
-            wanted = PartitionSpec((axis_name, *first), *wanted[1:])
-        return jax.reshard(x, NamedSharding(mesh, wanted))
-
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=tuple(split if yes else PartitionSpec() for yes in is_split),
-        out_specs=(split, PartitionSpec()),
-        axis_names=set(mesh.axis_names) - inner,
-        check_vma=False,
-    )
-    if AxisType.Explicit not in mesh.axis_types:
-        return mapped
-    compiled = jax.jit(mapped)  # JAX runs no manual program on Explicit axes as it is read
-    return lambda *leaves: compiled(*map(typed, leaves, is_split))
+    return workers.map(each, arrays, specs, (split, whole), auto=auto, vmapped_as=vmapped_as)

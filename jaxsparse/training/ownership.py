@@ -12,14 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, tree_map_with_path
 from jaxtyping import Array, Float
 
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.layout import IsDense
 from jaxsparse.comm import marks, meshes
-from jaxsparse.comm.meshes import AnyMesh, Placement, names_of
+from jaxsparse.comm.meshes import Placement, names_of
+from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback.devices import exchanged_specs
 from jaxsparse.training.per_worker import spec_like
 
@@ -36,8 +37,7 @@ class Ownership:
     own: tuple[PartitionSpec, ...]  # the same, further cut for the exchange
     compressed: tuple[int, ...]
     axes: dict[int, int]  # the axis along which workers own a leaf
-    workers: int
-    axis_name: str
+    workers: Workers
     inner: tuple[str, ...]
 
     @classmethod
@@ -45,8 +45,7 @@ class Ownership:
         cls,
         tree: Any,
         is_dense: IsDense,
-        workers: int,
-        axis_name: str,
+        workers: Workers,
         placement: Placement | None,
     ) -> "Ownership":
         """The parts of a tree of this structure."""
@@ -68,7 +67,8 @@ class Ownership:
                 "axes of the mesh can't cut: give is_dense=lambda path, shape: False, or take the "
                 "optimizer behind jaxsparse.dense()"
             )
-        fitting = {i: [a for a, n in enumerate(local[i]) if n % workers == 0] for i in compressed}
+        fits_all = lambda n: n % workers.count == 0
+        fitting = {i: [a for a, n in enumerate(local[i]) if fits_all(n)] for i in compressed}
         return cls(
             paths=tuple(path for path, _ in leaves),
             names=layouts.short_names(tree),
@@ -79,7 +79,6 @@ class Ownership:
             compressed=tuple(compressed),
             axes={i: axes[0] for i, axes in fitting.items() if axes},
             workers=workers,
-            axis_name=axis_name,
             inner=placement.axes if placement else (),
         )
 
@@ -95,7 +94,7 @@ class Ownership:
 
     def row_spec(self, leaf: int) -> PartitionSpec:
         """The partition of an array that has a row for each worker."""
-        return PartitionSpec(self.axis_name, *self.own[leaf])
+        return PartitionSpec(self.workers.axis_name, *self.own[leaf])
 
     def owner_spec(self, leaf: int) -> PartitionSpec:
         """The partition of an array in a leaf's shape that lies with the owners."""
@@ -104,12 +103,13 @@ class Ownership:
         axis, own = self.axes[leaf], self.own[leaf]
         spec = [*own, *[None] * (axis + 1 - len(own))]
         inner = names_of(spec[axis])
-        spec[axis] = (*inner, self.axis_name) if inner else self.axis_name
+        own_axis = self.workers.axis_name
+        spec[axis] = (*inner, own_axis) if inner else own_axis
         return PartitionSpec(*spec)
 
-    def as_parameter(self, leaf: int, x: Array, mesh: AnyMesh | None) -> Array:
+    def as_parameter(self, leaf: int, x: Array) -> Array:
         """An update that is cut as its parameter is, and not further."""
-        if mesh is None or self.of_params[leaf] == self.own[leaf]:
+        if (mesh := self.workers.mesh) is None or self.of_params[leaf] == self.own[leaf]:
             return x
         return meshes.constrain(x, NamedSharding(mesh, self.of_params[leaf]))
 
@@ -118,7 +118,7 @@ class Ownership:
         rows = []
         for i in self.owned:
             cut = x[i].reshape(self._divided(i))
-            rows.append(jnp.moveaxis(cut, self.axes[i], 0).reshape(self.workers, -1))
+            rows.append(jnp.moveaxis(cut, self.axes[i], 0).reshape(self.workers.count, -1))
         return jnp.concatenate(rows, axis=1)
 
     def from_rows(self, rows: Float[Array, "W m"]) -> dict[int, Array]:
@@ -126,8 +126,8 @@ class Ownership:
         found, start = {}, 0
         for i in self.owned:
             shape, axis = self._divided(i), self.axes[i]
-            stop = start + math.prod(shape) // self.workers
-            cut = rows[:, start:stop].reshape(self.workers, *shape[:axis], *shape[axis + 1 :])
+            stop = start + math.prod(shape) // self.workers.count
+            cut = rows[:, start:stop].reshape(self.workers.count, *shape[:axis], *shape[axis + 1 :])
             found[i], start = jnp.moveaxis(cut, 0, axis).reshape(self.local[i]), stop
         return found
 
@@ -141,13 +141,12 @@ class Ownership:
 
     def _divided(self, leaf: int) -> tuple[int, ...]:
         """A leaf's shape with an axis of the owners in front of the one that they share."""
-        shape, axis = self.local[leaf], self.axes[leaf]
-        return (*shape[:axis], self.workers, shape[axis] // self.workers, *shape[axis + 1 :])
+        shape, axis, count = self.local[leaf], self.axes[leaf], self.workers.count
+        return (*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :])
 
-    def started(
-        self, init: Callable[[Any], Any], params: Any, mesh: AnyMesh | None, in_variables: bool
-    ) -> Any:
+    def started(self, init: Callable[[Any], Any], params: Any, in_variables: bool) -> Any:
         """The optimizer's first state."""
+        mesh = self.workers.mesh
         is_placed = lambda x: isinstance(getattr(x, "sharding", None), NamedSharding)
         on_mesh = lambda x: not isinstance(x, Tracer) and is_placed(x) and not meshes.kind_of(x)
         if isinstance(mesh, Mesh) and all(map(on_mesh, jax.tree.leaves(params))):
@@ -155,7 +154,7 @@ class Ownership:
             shapes = jax.eval_shape(init, params)
             put = lambda path, x: NamedSharding(mesh, spec_like(path, x, self._specs))
             init = jax.jit(init, out_shardings=tree_map_with_path(put, shapes))
-        return self.placed(init(params), mesh, in_variables)
+        return self.placed(init(params), in_variables)
 
     @property
     def _specs(self) -> dict[tuple[KeyPath, tuple[int, ...]], PartitionSpec]:
@@ -163,9 +162,9 @@ class Ownership:
         each = enumerate(zip(self.paths, self.shapes))
         return {(path, shape): self.owner_spec(i) for i, (path, shape) in each}
 
-    def placed(self, state: Any, mesh: AnyMesh | None, in_variables: bool = False) -> Any:
+    def placed(self, state: Any, in_variables: bool = False) -> Any:
         """The optimizer's state with its moments cut over their owners."""
-        if mesh is None:
+        if (mesh := self.workers.mesh) is None:
             return state
         specs = self._specs
 
@@ -176,48 +175,3 @@ class Ownership:
             return marks.in_variable(x, spec) if in_variables else x
 
         return tree_map_with_path(put, state)
-
-    def run(
-        self,
-        one: Callable[..., Any],
-        mesh: AnyMesh | None,
-        given: tuple[Any, ...],
-        in_specs: tuple[Any, ...],
-        out_specs: tuple[Any, ...],
-    ) -> Any:
-        """`one` on all workers, where each sees what partitions say: on the mesh, or simulated."""
-        if mesh is not None:
-            put = lambda x, spec: meshes.constrain(x, NamedSharding(mesh, spec))
-            if AxisType.Explicit in mesh.axis_types:  # it refuses arrays of another sharding
-                given = jax.tree.map(put, given, in_specs)
-            mapped = jax.shard_map(
-                one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-            )
-            return mapped(*given)
-        is_spec = lambda node: isinstance(node, PartitionSpec)
-
-        def axis(spec: PartitionSpec) -> int | None:
-            return next(
-                (i for i, part in enumerate(spec) if self.axis_name in names_of(part)), None
-            )
-
-        def divided(x: Array, spec: PartitionSpec) -> Array:
-            if (i := axis(spec)) is None:
-                return x
-            own = x.shape[i] // self.workers  # no -1, which arrays without elements refuse
-            return x.reshape(*x.shape[:i], self.workers, own, *x.shape[i + 1 :])
-
-        def joined(x: Array, spec: PartitionSpec) -> Array:
-            if (i := axis(spec)) is None:
-                return x
-            return x.reshape(*x.shape[:i], self.workers * x.shape[i + 1], *x.shape[i + 2 :])
-
-        axes_of = lambda specs: jax.tree.map(axis, specs, is_leaf=is_spec)
-        found = jax.vmap(
-            one,
-            in_axes=axes_of(in_specs),
-            out_axes=axes_of(out_specs),
-            axis_name=self.axis_name,
-            axis_size=self.workers,
-        )(*jax.tree.map(divided, given, in_specs))
-        return jax.tree.map(joined, found, out_specs)

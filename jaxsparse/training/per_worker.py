@@ -20,6 +20,7 @@ from jaxsparse.arrays.layout import named_shapes
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker, is_marked
+from jaxsparse.comm.workers import Workers, place_rows
 from jaxsparse.feedback.front import marked
 from jaxsparse.feedback.options import check_transformation
 from jaxsparse.feedback.rows import check_extra_args, check_rows
@@ -100,7 +101,8 @@ def per_worker(
         if marks.is_stand_in(params):  # what is a worker's own has an axis that parameters lack
             own_leaf = lambda node: jnp.int32(0) if marks.is_stand_in(node) else node
             return jax.tree.map(own_leaf, PerWorker.wrap(start), is_leaf=marks.is_stand_in)
-        count, found, axis, placement = meshes.place_rows(params, axis_name, mesh, workers, specs)
+        there, placement = place_rows(params, axis_name, mesh, workers, specs)
+        count, found, axis = there.count, there.mesh, there.axis_name
         if found is None or axis is None:
             rows = lambda x: PerWorker(jnp.broadcast_to(x, (count, *jnp.shape(x))))
             return jax.tree.map(rows, start)
@@ -127,8 +129,8 @@ def per_worker(
             ok = wire.pmax(wire.varying(broken, axis_name), axis_name) == 0
             delivered, after = one(updates, PerWorker.unwrap(state), params, extra_args, ok)
             return delivered, PerWorker.wrap(wire.varying(after, axis_name))
-        count, found = meshes.find_workers((updates, state), axis_name, mesh, workers)
-        check_rows(updates, state, count, axis_name, params)
+        found = Workers.find((updates, state), axis_name, mesh, workers)
+        check_rows(updates, state, found, params)
         check_extra_args(updates, extra_args)
         rows = jax.tree.map(lambda node: node.value, state, is_leaf=marks.is_per_worker)
         treedef: Any
@@ -143,11 +145,8 @@ def per_worker(
 
         is_split = [True] * len(own) + [False] * len(equal)
         with jax.named_scope(meshes.OWN_SCOPE):
-            assert axis_name is not None  # where it is None it is bound
             of_batch = [False] * len(is_split)
-            on_rows = on_workers(
-                each, count, found, axis_name, is_split, of_batch, lambda program: None
-            )
+            on_rows = on_workers(each, found, is_split, of_batch, lambda program: None)
             (delivered, after), _ = on_rows(*own, *equal)
         return marked(delivered), jax.tree.map(PerWorker, after)
 

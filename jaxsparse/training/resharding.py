@@ -10,9 +10,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
 from jaxsparse.comm.marks import check_wrapped, is_marked
-from jaxsparse.comm.meshes import inner_axes, kind_of, names_of
+from jaxsparse.comm.meshes import kind_of, names_of
 from jaxsparse.comm.static_leaves import held, released
-from jaxsparse.training.sharding import count_workers, has_owners, partition, shard
+from jaxsparse.comm.workers import Workers
+from jaxsparse.training.sharding import has_owners, partition, shard
 
 T = TypeVar("T")
 
@@ -70,7 +71,8 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         >>> reshard(state, 2)["residual"].value.tolist()
         [[1.0, 3.0], [5.0, 1.0]]
     """
-    workers = count_workers(mesh, axis_name)
+    there = Workers.on(mesh, axis_name)
+    workers = there.count
     tree, like = held(tree), held(like)
     leaves: list[tuple[KeyPath, Any]]
     treedef: Any
@@ -83,7 +85,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         if is_marked(path):
             _check(f"leaf{keystr(path)}", leaf, workers)
     _check_equal_counts({f"leaf{keystr(p)}": x.shape[0] for p, x in leaves if is_marked(p)})
-    is_cut = isinstance(mesh, Mesh) and bool(inner_axes(mesh, axis_name))
+    is_cut = bool(there.inner)
     may_be_owned = has_owners(like)
 
     def carry(path: KeyPath, x: Any, target: Any) -> jax.Array:

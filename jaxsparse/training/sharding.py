@@ -1,7 +1,5 @@
 """The placement of a training state: spread over workers, or local to one worker."""
 
-import numbers
-import operator
 import warnings
 from typing import Any, TypeVar
 
@@ -13,46 +11,14 @@ from jax.tree_util import KeyPath, keystr, tree_leaves_with_path
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import check_wrapped, is_marked, key_name
-from jaxsparse.comm.meshes import inner_axes, kind_of, names_of
+from jaxsparse.comm.meshes import kind_of, names_of
 from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.comm.workers import Workers
 from jaxsparse.processes.agreement import compare_texts
 from jaxsparse.processes.digest import array_text
 from jaxsparse.processes.group import group_of
 
 T = TypeVar("T")
-
-
-def count_workers(mesh: Mesh | int, axis_name: str) -> int:
-    """The number of workers that `mesh` provides or simulates.
-
-    Raises:
-        ValueError: the mesh has no such axis or no devices, or `mesh` is a number that is not a
-            positive int.
-    """
-    if not isinstance(axis_name, str):
-        raise ValueError(
-            f"axis_name={axis_name!r} must be the name of one mesh axis, whose devices are the "
-            "workers. All other axes of the mesh are JAX's to shard over, and need no naming"
-        )
-    if isinstance(mesh, Mesh):
-        if axis_name not in mesh.axis_names:
-            raise ValueError(
-                f"axis_name={axis_name!r} is not an axis of the mesh, whose axes are "
-                f"{mesh.axis_names}: pass one of them, or make the mesh with "
-                f"jax.make_mesh((workers,), ({axis_name!r},))"
-            )
-        workers: Any = mesh.shape[axis_name]
-    else:
-        workers = mesh
-    if isinstance(workers, bool) or not isinstance(workers, numbers.Integral):
-        raise ValueError(
-            f"mesh={str(mesh)[:60]} must be a jax.sharding.Mesh of devices, as "
-            f"jax.make_mesh((workers,), ({axis_name!r},)) makes it, or a number of workers to "
-            "simulate, as an int"
-        )
-    if workers < 1:
-        raise ValueError(f"mesh={mesh} gives no worker: pass a mesh, or a number of at least 1")
-    return operator.index(workers)
 
 
 def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
@@ -78,7 +44,8 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
             tree is already spread over another number of workers.
         RuntimeError: several processes start from different values, as by another seed.
     """
-    workers = count_workers(mesh, axis_name)
+    there = Workers.on(mesh, axis_name)
+    workers = there.count
     tree = held(tree)
     check_arrays("leaf", tree)
     traced = [
@@ -86,9 +53,9 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
         if isinstance(x, jax.core.Tracer)
     ]
-    if traced and isinstance(mesh, Mesh) and (inner := inner_axes(mesh, axis_name)):
+    if traced and (inner := there.inner):
         raise ValueError(
-            f"leaf{keystr(traced[0])} is traced, so its partition over the axes {dict(inner)} is "
+            f"leaf{keystr(traced[0])} is traced, so its partition over the axes {inner} is "
             "not known: call shard outside of jax.jit, or give the transformation mesh= and "
             "specs=, with which init returns a state that is already spread"
         )

@@ -8,11 +8,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxsparse import traffic
-from jaxsparse.comm.meshes import SCOPE, inner_axes
+from jaxsparse.comm.meshes import SCOPE
+from jaxsparse.comm.workers import Workers
 from jaxsparse.processes.agreement import compare
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
-from jaxsparse.training.sharding import count_workers, warn_of_copies
+from jaxsparse.training.sharding import warn_of_copies
 
 # Below _FEW_BYTES there is no warning, because metrics may cross the axis. A warning names the
 # _NAMED largest collectives.
@@ -56,7 +57,7 @@ def watch(step: jax.stages.Wrapped, mesh: Mesh, *, axis_name: str = "data") -> S
         >>> float(watch(jax.jit(lambda x: x + 1), mesh)(1.0))
         2.0
     """
-    count_workers(mesh, axis_name)
+    Workers.on(mesh, axis_name)  # raises where they are wrong
     if not hasattr(step, "trace"):
         raise ValueError(
             f"step is a {type(step).__name__}, and must be a function that jax.jit or nnx.jit "
@@ -77,7 +78,7 @@ def checks_of(run: Any, mesh: Mesh, axis_name: str, reads_all: bool = False) -> 
     before = [functools.partial(warn_of_copies, axis_name)]
     if (group := group_of(mesh)) is not None:
         before.append(functools.partial(compare, group, run, mesh))
-    if reads_all or inner_axes(mesh, axis_name):
+    if reads_all or Workers.on(mesh, axis_name).inner:
         before.append(functools.partial(_warn_of_strays, run, mesh, axis_name))
     return Step(run, before, group)
 

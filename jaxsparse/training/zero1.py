@@ -28,6 +28,7 @@ from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
+from jaxsparse.comm.workers import Workers, is_checked, place_rows
 from jaxsparse.feedback.front import means_in_check
 from jaxsparse.feedback.options import check_transformation, leaves_rule
 from jaxsparse.feedback.rows import check_extra_args, read_rows
@@ -148,20 +149,18 @@ def zero1(
             zero = jnp.int32(0)
             return Zero1State(zero, zero, start, zero, info(0), ())
         _refuse_bound(axis_name)
-        at = meshes.place_rows(params, axis_name, mesh, workers, specs)
-        count, found, placement = at.workers, at.mesh, at.placement
-        if found is None:
-            count, found = meshes.find_workers(params, axis_name, mesh, workers)
-        parts = Ownership.plan(bare, rule, count, axis_name, placement)
-        zeros = functools.partial(_zeros, found, isinstance(jax.tree.leaves(bare)[0], Tracer))
-        rows = lambda i: PerWorker(zeros((count, *parts.shapes[i]), parts.row_spec(i)))
+        at = Workers.find(params, axis_name, mesh, workers)
+        _, placement = place_rows(params, axis_name, mesh, workers, specs)
+        parts = Ownership.plan(bare, rule, at, placement)
+        zeros = functools.partial(_zeros, at.mesh, isinstance(jax.tree.leaves(bare)[0], Tracer))
+        rows = lambda i: PerWorker(zeros((at.count, *parts.shapes[i]), parts.row_spec(i)))
         return Zero1State(
             residual={parts.names[i]: rows(i) for i in parts.compressed},
             owed={
                 parts.names[i]: zeros(parts.shapes[i], parts.owner_spec(i))
                 for i in parts.compressed
             },
-            optimizer=parts.started(inside.init, bare, found, in_variables),
+            optimizer=parts.started(inside.init, bare, in_variables),
             skipped=zeros((), PartitionSpec(), jnp.int32),
             info=jax.tree.map(lambda _: zeros((), PartitionSpec(), jnp.int32), info(0)),
             placement=placement.named if placement else (),
@@ -174,27 +173,27 @@ def zero1(
         if params is None:
             raise ValueError("params=None: zero1 needs tx.update(grads, state, params)")
         _refuse_bound(axis_name)
-        updates, _, count, found = read_rows(updates, state, params, axis_name, mesh, workers)
+        updates, _, at = read_rows(updates, state, params, axis_name, mesh, workers)
         check_extra_args(updates, extra_args)
         placement = Placement.of(state.placement)
-        meshes.check_inner(found, axis_name, placement)
-        parts = Ownership.plan(params, rule, count, axis_name, placement)
+        meshes.check_inner(at.mesh, axis_name, placement)
+        parts = Ownership.plan(params, rule, at, placement)
         _check(parts, state)
-        if (how := meshes.RUNNING.get()) is not None and how.workers is not None:
+        if is_checked():
             means = means_in_check(updates)
             made, after = inside.update(means, state.optimizer, params, **extra_args)
             return made, state._replace(optimizer=after)
         # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
         with jax.disable_jit(False), jax.named_scope(meshes.SCOPE):
-            means, residual, ok = _send_out(parts, out, found, updates, state)
-        own = parts.placed(params, found)
+            means, residual, ok = _send_out(parts, out, updates, state)
+        own = parts.placed(params)
         made, optimizer_state = _optimized(inside, means, state.optimizer, own, extra_args)
         with jax.disable_jit(False), jax.named_scope(meshes.SCOPE):
-            delivered, owed = _send_home(parts, home, found, made, state)
+            delivered, owed = _send_home(parts, home, made, state)
         kept = Zero1State(
             residual=residual,
             owed=owed,
-            optimizer=parts.placed(optimizer_state, found),
+            optimizer=parts.placed(optimizer_state),
             skipped=state.skipped + jnp.where(ok, jnp.int32(0), jnp.int32(1)),
             info=where_ok(ok, info(count_moved(jax.tree.leaves(delivered))), state.info),
             placement=state.placement,
@@ -205,10 +204,11 @@ def zero1(
 
 
 def _send_out(
-    parts: Ownership, out: Format, mesh: AnyMesh | None, updates: Any, state: Zero1State
+    parts: Ownership, out: Format, updates: Any, state: Zero1State
 ) -> tuple[Any, dict[str, PerWorker], Bool[Array, ""]]:
     """Mean gradients, cut over their owners; the new residuals; whether gradients are finite."""
-    axes = Axes(parts.axis_name, parts.inner)
+    axis_name, count = parts.workers.axis_name, parts.workers.count
+    axes = Axes(axis_name, parts.inner)
 
     def on_worker(rows: dict[int, Array], residual: dict[int, Array]) -> Any:
         given = {i: x[0].astype(jnp.float32) for i, x in rows.items()}
@@ -222,19 +222,19 @@ def _send_out(
         means = dict(zip(loose, layouts.cut(dense, [given[i].shape for i in loose])))
         lost: dict[int, Array] = {}
         if parts.owned:
-            total, rest = quantized_reduce_scatter(parts.to_rows(x), out, axis_name=parts.axis_name)
+            total, rest = quantized_reduce_scatter(parts.to_rows(x), out, axis_name=axis_name)
             # A sum beyond float32's range is clipped: the other workers do not know of it.
-            mean = jnp.clip(total, -LARGEST, LARGEST) / parts.workers
+            mean = jnp.clip(total, -LARGEST, LARGEST) / count
             own = parts.of_owner(mean)
             means |= {i: layouts.narrow(own[i], rows[i].dtype) for i in own}
             # A worker's residual of its own part is free for what the mean's dtype has rounded.
             rounding = layouts.join([own[i] - means[i].astype(jnp.float32) for i in own])
-            rank = wire.axis_index(parts.axis_name)
-            lost |= parts.from_rows(rest.at[rank].set(parts.workers * rounding))
+            rank = wire.axis_index(axis_name)
+            lost |= parts.from_rows(rest.at[rank].set(count * rounding))
         if parts.whole:
             shapes = [x[i].shape for i in parts.whole]
             vector = layouts.join([x[i] for i in parts.whole])
-            done = Quantized(out, "nearest")(vector, (), axis_name=parts.axis_name)
+            done = Quantized(out, "nearest")(vector, (), axis_name=axis_name)
             found = layouts.cut((done.mean, done.kept.residual), shapes)
             for i, mean, left in zip(parts.whole, *found):
                 means[i] = layouts.narrow(mean, rows[i].dtype)
@@ -247,9 +247,8 @@ def _send_out(
     rows = dict(enumerate(leaves))
     residual = {i: state.residual[parts.names[i]].value for i in parts.compressed}
     of_residual = {i: parts.row_spec(i) for i in residual}
-    means, residual, ok = parts.run(
+    means, residual, ok = parts.workers.map(
         on_worker,
-        mesh,
         (rows, residual),
         ({i: parts.row_spec(i) for i in rows}, of_residual),
         ({i: parts.owner_spec(i) for i in rows}, of_residual, PartitionSpec()),
@@ -281,9 +280,10 @@ def _optimized(
 
 
 def _send_home(
-    parts: Ownership, home: Format, mesh: AnyMesh | None, updates: Any, state: Zero1State
+    parts: Ownership, home: Format, updates: Any, state: Zero1State
 ) -> tuple[Any, dict[str, Array]]:
     """Updates, whole on all workers, and what their rounding leaves with the owners."""
+    axis_name = parts.workers.axis_name
 
     def rounded(x: dict[int, Array]) -> dict[int, Array]:
         """Updates in their dtypes. One that is not finite arrives so."""
@@ -297,8 +297,8 @@ def _send_home(
     def on_worker(given: dict[int, Array], before: dict[int, Array]) -> Any:
         x = {i: given[i].astype(jnp.float32) + before[i] for i in before}
         vector = layouts.join([*x.values()])
-        rows, _ = quantized_all_gather(vector, home, axis_name=parts.axis_name)
-        arrived = rounded(parts.of_owner(rows[wire.axis_index(parts.axis_name)]))
+        rows, _ = quantized_all_gather(vector, home, axis_name=axis_name)
+        arrived = rounded(parts.of_owner(rows[wire.axis_index(axis_name)]))
         owed = {i: left(x[i], y, before[i]) for i, y in arrived.items()}
         return rounded(parts.from_rows(rows)), owed
 
@@ -313,10 +313,10 @@ def _send_home(
         of_owned = {i: parts.owner_spec(i) for i in parts.owned}
         given = {i: leaves[i] for i in parts.owned}, {i: owed[i] for i in parts.owned}
         equal = {i: parts.own[i] for i in parts.owned}
-        found = parts.run(on_worker, mesh, given, (of_owned, of_owned), (equal, of_owned))
+        found = parts.workers.map(on_worker, given, (of_owned, of_owned), (equal, of_owned))
         whole |= found[0]
         owed |= found[1]
-    delivered = [parts.as_parameter(i, whole.get(i, x), mesh) for i, x in enumerate(leaves)]
+    delivered = [parts.as_parameter(i, whole.get(i, x)) for i, x in enumerate(leaves)]
     return treedef.unflatten(delivered), {parts.names[i]: x for i, x in owed.items()}
 
 
