@@ -46,7 +46,7 @@ def origins(state):
     """The system of the only bucket, in an error's words. None: it is no state of feedback."""
     if not isinstance(state, ErrorFeedbackState):
         return None
-    return ", ".join(state.systems) or "no buckets"
+    return ", ".join(state.reducer_names) or "no buckets"
 
 
 NEXT = [*zip(SYSTEMS, [*SYSTEMS][1:]), *map(sorted, SAME)]
@@ -193,7 +193,7 @@ def test_checkpoints_know_the_system_and_the_delay(tmp_path):
         for key, target in others.items():
             with patient_loops(), pytest.raises(ValueError, match=key):
                 saved.restore(1, args=ocp.args.StandardRestore(target))
-    assert (restored.systems, restored.is_delayed) == (("TopK",), False)
+    assert (restored.reducer_names, restored.is_delayed) == (("TopK",), False)
     assert list(by_name["reducers"]) == ["0_TopK"]
     with pytest.raises(ValueError, match="0_SparDL"):
         serialization.from_bytes(others["0_SparDL"], serialization.to_bytes(state))

@@ -119,7 +119,7 @@ def test_full_budget_is_the_dense_mean(pair):
         ],
         [SparCML(4, 64, algorithm="recursive_double")],
     ),
-    ids=lambda reducer: f"{reducer.system} {getattr(reducer, 'algorithm', '')}",
+    ids=lambda reducer: f"{reducer.name} {getattr(reducer, 'algorithm', '')}",
 )
 def test_a_workers_devices_take_the_same_room(reducer):
     """Workers agree on one device's shards and not on another's: their sums need unlike rooms.

@@ -56,7 +56,7 @@ def test_the_first_rule_that_matches_counts_and_the_default_takes_the_rest():
     for tx in (mapping, function):
         state = tx.init({k: jnp.zeros(v) for k, v in SHAPES.items()})
         assert set(state.residual) == set(SHAPES) - {"embed"}  # which goes dense
-        assert set(state.systems) == {"TopK", "Dense"}
+        assert set(state.reducer_names) == {"TopK", "Dense"}
 
 
 def test_a_rule_for_an_empty_leaf_is_no_error():

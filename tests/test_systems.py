@@ -20,8 +20,7 @@ from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import contrib, exchange, exchanges, reducers, traffic
-from jaxsparse.feedback import transformations
-from jaxsparse.feedback.options import Options
+from jaxsparse.feedback.options import Options, Settings
 from jaxsparse.reducers import Reducer
 
 # Those whose reducers are made from other settings than their own, or whose options differ, and one
@@ -90,10 +89,10 @@ def test_signatures_show_the_settings_of_the_reducer(system):
 
 def test_all_options_are_described_once():
     doc = " ".join(inspect.getdoc(jaxsparse.exchange).split())
-    defaults = inspect.signature(transformations.Setup).parameters
+    defaults = inspect.signature(Settings).parameters
     for name in Options.__annotations__:
         assert f" {name}: " in doc
-        assert name in defaults or name == "is_dense"
+        assert name in defaults
 
 
 @systems
@@ -134,7 +133,7 @@ def test_inject_hyperparams_changes_an_option():
 
 def test_an_exchange_tells_what_it_is_and_outlives_trees():
     tx = jaxsparse.top_k(0.1, delay=1)
-    assert (tx.reducer, tx.setup.is_delayed) == (reducers.TopK(0.1), True)
+    assert (tx.reducer, tx.settings.is_delayed) == (reducers.TopK(0.1), True)
     assert repr(tx).startswith("Exchange(TopK(density=0.1")
     for again in (jax.tree.map(lambda x: x, tx), copy.deepcopy(tx)):
         assert isinstance(again, jaxsparse.Exchange)

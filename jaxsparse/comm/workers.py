@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxsparse.comm import meshes, shard_maps, wire
+from jaxsparse.comm import meshes, wire
 from jaxsparse.comm.meshes import AnyMesh, Placement, names_of
 
 
@@ -244,8 +244,7 @@ class Workers:
             axis_size=self.count,
             spmd_axis_name=None if self.mesh is None else self.axis_name,
         )
-        with contextlib.nullcontext() if self.mesh is None else shard_maps.no_casts():
-            found = mapped(*jax.tree.map(each(divided), in_specs, given))
+        found = mapped(*jax.tree.map(each(divided), in_specs, given))
         return jax.tree.map(each(joined), out_specs, found)
 
 

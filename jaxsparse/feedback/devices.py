@@ -5,8 +5,7 @@ On a mesh with inner axes each device exchanges its own shards, see `meshes`: th
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
@@ -19,57 +18,11 @@ from jaxsparse.comm import marks, meshes
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.workers import RUNNING, Workers, is_checked
 from jaxsparse.feedback.front import means_in_check
+from jaxsparse.feedback.plan import exchanged_specs
 from jaxsparse.feedback.store import ErrorFeedbackState, Kind, kinds
-from jaxsparse.reducers.base import Reducer
 
 # update(updates, state, momentum, inner axes) of one worker's device. Returns updates and state.
 Update = Callable[[Any, ErrorFeedbackState, Any, tuple[str, ...]], tuple[Any, ErrorFeedbackState]]
-
-# Uncompressed leaves with fewer elements a device are not cut further: gathering them inside a
-# worker would cost more than sending them several times.
-_FEWEST = 1024
-
-
-def shards(
-    tree: Any, reducers: Sequence[Reducer | None], placement: Placement
-) -> tuple[Any, list[Reducer | None], int]:
-    """The shards that one device exchanges.
-
-    Returns:
-        The shapes and dtypes of the shards. Their reducers, None for leaves that can't be cut over
-        all inner axes. The number of uncompressed elements of all of a worker's devices.
-
-    Raises:
-        ValueError: no leaf that a reducer is for can be cut over all inner axes.
-    """
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(tree)
-    shapes = [jnp.shape(leaf) for leaf in leaves]
-    specs = [placement.exchanged(i, shape) for i, shape in enumerate(shapes)]
-    own = [b if placement.is_cut(spec) else None for b, spec in zip(reducers, specs)]
-    if any(b is not None for b in reducers) and not any(b is not None for b in own):
-        raise ValueError(
-            f"no leaf would be compressed: none of the shapes {shapes} has dimensions that the "
-            f"inner axes {placement.inner} divide, and leaves that can't be cut over all of them "
-            "go uncompressed"
-        )
-    specs = exchanged_specs(tree, placement, {i for i, b in enumerate(own) if b is not None})
-    each = [
-        jax.ShapeDtypeStruct(placement.local(shape, spec), jnp.result_type(leaf))
-        for leaf, shape, spec in zip(leaves, shapes, specs)
-    ]
-    dense_elements = sum(math.prod(s) for s, b in zip(shapes, own) if b is None)
-    return treedef.unflatten(each), own, dense_elements
-
-
-def exchanged_specs(tree: Any, placement: Placement, compressed: Set[int]) -> list[PartitionSpec]:
-    """The partition in which each leaf is exchanged, given the numbers of compressed ones."""
-    found = []
-    for i, leaf in enumerate(jax.tree.leaves(tree)):
-        cut = placement.exchanged(i, jnp.shape(leaf))
-        is_large = math.prod(jnp.shape(leaf)) >= _FEWEST * placement.devices
-        found.append(cut if i in compressed or is_large else placement.own[i])
-    return found
 
 
 def typed_as(params: Any, state: ErrorFeedbackState) -> ErrorFeedbackState:

@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxsparse.arrays.layout import Pieces, join
 from jaxsparse.codecs.codec import bits, from_bits
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.plan import TreePlan
+from jaxsparse.feedback.options import Settings
+from jaxsparse.feedback.plan import Plan
 from jaxsparse.feedback.step import (
     Bucket,
     Carried,
     Exchanged,
-    Settings,
     begin,
     exchange_dense,
     finish,
@@ -90,7 +90,7 @@ def _checked(reducer: Any) -> Gathered:
     if isinstance(reducer, Staged):
         reason = "changes in stages, and with it the size of its messages"
     raise ValueError(
-        f"{reducer.system} {reason}, so that it is no exchange of one message: use a system that "
+        f"{reducer.name} {reason}, so that it is no exchange of one message: use one that "
         "gathers one message from each worker, such as jaxsparse.chunked_top_k() or "
         "jaxsparse.quantized(gather=True)"
     )
@@ -98,9 +98,9 @@ def _checked(reducer: Any) -> Gathered:
 
 def _check(settings: Settings) -> None:
     """Raises ValueError where the halves of an exchange would need collectives, or a later step."""
-    if settings.axes.axis_name is not None:
+    if settings.axis_name is not None:
         raise ValueError(
-            f"axis_name={settings.axes.axis_name!r} is for workers of one program, but messages "
+            f"axis_name={settings.axis_name!r} is for workers of one program, but messages "
             "are for workers that each run their own: make the transformation with axis_name=None"
         )
     if settings.is_delayed:
@@ -115,12 +115,13 @@ def post_step(
     gradients: Sequence[Pieces],
     dense: Array,
     before: Carried,
-    plan: TreePlan,
+    plan: Plan,
     settings: Settings,
+    axes: Axes,
 ) -> tuple[UInt32[Array, " words"], tuple[Posted, ...], Exchanged]:
     """The first half of `run_step`, and the result of a step that changes nothing."""
     _check(settings)
-    ok, _ = exchange_dense(gradients, dense, settings.axes)
+    ok, _ = exchange_dense(gradients, dense, axes)
     flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
     words, held = [bits(flag[None]), bits(dense)], []
     rank = jnp.asarray(rank, jnp.int32)
@@ -144,8 +145,9 @@ def receive_step(
     gradients: Sequence[Pieces],
     dense: Array,
     before: Carried,
-    plan: TreePlan,
+    plan: Plan,
     settings: Settings,
+    axes: Axes,
 ) -> Exchanged:
     """The second half of `run_step`."""
     first, rest = _cut(messages, 1 + dense.size)
@@ -183,4 +185,4 @@ def receive_step(
         raise _misfit(messages)
     dense_mean, dense_momentum = with_mean_momentum(dense_mean, before.dense_momentum, ok, settings)
     carried = Carried(after, dense_momentum, None)
-    return Exchanged(means, dense_mean, carried, total(infos, plan, settings.axes), ok)
+    return Exchanged(means, dense_mean, carried, total(infos, plan, axes), ok)

@@ -1,7 +1,8 @@
-"""The options of an exchange: their names and types, and what values they take."""
+"""The options of an exchange: their names and types, what values they take, and what they mean."""
 
 import dataclasses
 import difflib
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict
 
 import jax
@@ -13,10 +14,15 @@ from jaxsparse.arrays.layout import IsDense, small_or_vector
 from jaxsparse.arrays.settings import static_float, static_int
 from jaxsparse.reducers.base import Reducer
 
+# A function of a leaf's key path, as `jax.tree_util.keystr` prints it, and of its shape. It gives
+# the leaf's reducer, or None for uncompressed. Or these by regular expressions on key paths.
+Policy = Callable[[str, tuple[int, ...]], Reducer | None] | Mapping[str, Reducer | None]
 
-class StepOptions(TypedDict, total=False):
-    """The options of every exchange, see `jaxsparse.exchange`."""
 
+class Options(TypedDict, total=False):
+    """The options of an exchange, see `jaxsparse.exchange`."""
+
+    is_dense: IsDense | None
     axis_name: str | None
     decay: float | None
     accumulator_dtype: DTypeLike | None
@@ -30,10 +36,75 @@ class StepOptions(TypedDict, total=False):
     when_skipped: Literal["zero", "nan"] | None
 
 
-class Options(StepOptions, total=False):
-    """The options of an exchange of a whole tree by one reducer, see `jaxsparse.exchange`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Settings:
+    """What an exchange was made with: reducers, and options, with None replaced by its meaning.
 
-    is_dense: IsDense | None
+    Attributes:
+        reducer: the reducer of all compressed leaves. None: `policy` tells each leaf's.
+        policy: see `jaxsparse.partition`.
+        default: the reducer of leaves that no expression of the policy matches.
+        is_of_parts: whether trees may lack leaves that the reducers are for.
+    """
+
+    reducer: Reducer | None
+    policy: Policy | None = None
+    default: Reducer | None = None
+    _: dataclasses.KW_ONLY
+    is_dense: IsDense | None = None
+    axis_name: str | None = "data"
+    decay: Any = None
+    accumulator_dtype: Any = None
+    bucket_size: int | None = None
+    mesh: Mesh | None = None
+    workers: int | None = None
+    specs: Any = None
+    delay: Literal[0, 1] | None = None
+    momentum: float | Array | None = None
+    nesterov: bool | None = None
+    when_skipped: Literal["zero", "nan"] | None = None
+    is_of_parts: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks options, whatever is asked first.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        check_momentum(self.momentum)
+        leaves_rule(self.is_dense)
+        skipped_update(self.when_skipped, self.delay)
+        meant: dict[str, Any] = {
+            "nesterov": is_nesterov(self.nesterov, self.momentum),
+            "delay": int(is_delayed(self.delay)),
+            "decay": decay_factor(self.decay),
+            "accumulator_dtype": accumulator(self.accumulator_dtype),
+        }
+        for name, value in meant.items():
+            object.__setattr__(self, name, value)
+        if self.mesh is not None and not isinstance(self.mesh, Mesh):
+            raise ValueError(
+                f"mesh={self.mesh!r} must be a jax.sharding.Mesh or None (optax.inject_hyperparams "
+                "calls meshes, as it calls schedules: name mesh and specs in its static_args)"
+            )
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a step exchanges the residual of earlier gradients."""
+        return self.delay == 1
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether residuals and momenta are rounded between steps."""
+        return self.accumulator_dtype != jnp.float32
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether a state has residuals. With decay=0 the next step reads none.
+
+        A delayed exchange is of the residual.
+        """
+        return self.is_delayed or self.decay != 0
 
 
 # Words of the field for settings that have other names here, the likeliest first.
@@ -47,30 +118,31 @@ _CALLED = {
 }
 
 
-def check_names(given: Any, kind: Any, reducer: Reducer | None = None) -> None:
+def check_names(given: Any, reducer: Reducer | None = None) -> None:
     """Raises TypeError if an option has a name that there is not.
 
     Args:
         given: options by name.
-        kind: `Options` or `StepOptions`.
-        reducer: the reducer, whose settings may be meant.
+        reducer: the reducer, whose settings may be meant. None: of `jaxsparse.partition`, whose
+            policy tells what goes uncompressed.
     """
+    options = [name for name in Options.__annotations__ if reducer or name != "is_dense"]
     fields = [] if reducer is None else [field.name for field in dataclasses.fields(reducer)]
-    for name in given.keys() - kind.__optional_keys__:
+    for name in given.keys() - {*options}:
         if isinstance(given[name], dict):
             raise TypeError(
                 f"{name}={given[name]!r} is no option: optax.inject_hyperparams does not see "
                 "options. Give it a function of what changes, as in optax.inject_hyperparams("
                 "lambda momentum: jaxsparse.top_k(0.01, momentum=momentum))(0.9)"
             )
-        names = [*fields, *kind.__annotations__]
+        names = [*fields, *options]
         alike = (
             *(x for x in _CALLED.get(name, ()) if x in names),
             *(x for x in names if len(x) > 3 and x in name),
             *difflib.get_close_matches(name, names, 1),
         )
         meant = f" (do you mean {alike[0]!r}?)" if alike else ""
-        of = "jaxsparse.partition" if reducer is None else f"an exchange by {reducer.system}"
+        of = "jaxsparse.partition" if reducer is None else f"an exchange by {reducer.name}"
         raise TypeError(f"{of} has no option {name!r}{meant}: it takes {', '.join(names)}")
 
 
@@ -164,3 +236,21 @@ def is_delayed(delay: Any) -> bool:
             "of the steps before"
         )
     return steps == 1
+
+
+def accumulator(dtype: DTypeLike | None) -> Any:
+    """The dtype in which accumulators are kept.
+
+    Raises:
+        ValueError: it is neither float32 (or None) nor bfloat16.
+    """
+    try:
+        known = jnp.dtype("float32" if dtype is None else dtype)
+    except TypeError:
+        known = None
+    if known not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(
+            f"accumulator_dtype={dtype!r} must be 'float32' (or None) or 'bfloat16'; residuals can "
+            "grow beyond float16"
+        )
+    return known

@@ -1,21 +1,23 @@
-"""How the leaves of a tree are exchanged: rules, and buckets of leaves with one reducer."""
+"""How the leaves of a tree are exchanged: in buckets of leaves with one reducer."""
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
 from jaxsparse.arrays import layout as layouts
-from jaxsparse.arrays.layout import IsDense, Layout, named_leaves
-from jaxsparse.feedback.options import leaves_rule
+from jaxsparse.arrays.layout import Layout, named_leaves
+from jaxsparse.comm.meshes import Placement
+from jaxsparse.feedback.options import Settings, leaves_rule
 from jaxsparse.reducers.base import Leaf, Reducer, check_reducer
 
-# The way in which one leaf is exchanged. None: uncompressed.
-Rule = Reducer | None
-# A function of a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
-Policy = Callable[[str, tuple[int, ...]], Rule]
-# A function of a tree, and of whether it is a part of one, that returns the reducer of each leaf,
-# checked. A part may lack leaves that a whole tree must have.
-Rules = Callable[[Any, bool], Sequence[Reducer | None]]
+# Uncompressed leaves with fewer elements a device are not cut further: gathering them inside a
+# worker would cost more than sending them several times.
+_FEWEST = 1024
 
 
 class BucketPlan(NamedTuple):
@@ -23,7 +25,7 @@ class BucketPlan(NamedTuple):
 
     reducer: Reducer
     size: int  # number of elements
-    name: str  # in a state: its number and the reducer's system
+    name: str  # in a state: its number and the reducer's name
     state: Any  # shapes and dtypes of the reducer's own state
     leaves: frozenset[int]  # the numbers of the leaves that have a part in it
 
@@ -32,7 +34,7 @@ class BucketPlan(NamedTuple):
         return self.reducer.needs_zeros
 
 
-class TreePlan(NamedTuple):
+class Plan(NamedTuple):
     """How the leaves of a tree are exchanged."""
 
     layout: Layout
@@ -45,49 +47,44 @@ class TreePlan(NamedTuple):
         return frozenset().union(*(bucket.leaves for bucket in self.buckets))
 
     @property
-    def systems(self) -> tuple[str, ...]:
-        """The name of each bucket's system."""
-        return tuple(bucket.reducer.system for bucket in self.buckets)
+    def reducer_names(self) -> tuple[str, ...]:
+        """The name of each bucket's reducer."""
+        return tuple(bucket.reducer.name for bucket in self.buckets)
 
 
-def one_rule(reducer: Reducer, is_dense: IsDense | None) -> Rules:
-    """The rules that give the reducer to all leaves but those that `is_dense` picks."""
-    rule = leaves_rule(is_dense)
+def reducers_of(tree: Any, settings: Settings) -> list[Reducer | None]:
+    """The reducer of each leaf of a tree. None: it is uncompressed.
 
-    def rules(tree: Any, is_part: bool) -> list[Reducer | None]:
-        goes_dense = layouts.picked(tree, rule)
-        found = [None if dense else reducer for dense in goes_dense]
-        if is_dense is None and not (is_part or any(found)):
+    Raises:
+        ValueError: no leaf would be compressed, or the policy does not fit the tree.
+    """
+    if not jax.tree.leaves(tree):
+        return []
+    if settings.reducer is not None:
+        goes_dense = layouts.picked(tree, leaves_rule(settings.is_dense))
+        found = [None if dense else settings.reducer for dense in goes_dense]
+        if settings.is_dense is None and not (settings.is_of_parts or any(found)):
             raise ValueError(
                 f"no leaf would be compressed: all {len(found)} are vectors, scalars or smaller "
                 "than 1024 elements, which go dense by default. Pass "
                 "is_dense=lambda path, shape: False to compress them all, or use jaxsparse.dense()"
             )
         return found
-
-    return rules
-
-
-def by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
-    """The rules of a policy function, or of a mapping from regular expressions on key paths."""
-    if callable(policy):
-        return lambda tree, _: [_checked(policy(*leaf), leaf[0]) for leaf in named_leaves(tree)]
-    patterns = _compiled(policy)
-
-    def rules(tree: Any, is_part: bool) -> list[Reducer | None]:
-        leaves = named_leaves(tree)
-        first = [next((p for p in patterns if p.search(path)), None) for path, _ in leaves]
-        unused = sorted(pattern.pattern for pattern in patterns if pattern not in first)
-        if unused and not is_part:
-            paths = tuple(path for path, _ in leaves)
-            raise ValueError(f"policy: no leaf is left for {unused}; the paths are {paths}")
-        found = [default if pattern is None else patterns[pattern] for pattern in first]
-        return [_checked(rule, path) for rule, (path, _) in zip(found, leaves)]
-
-    return rules
+    leaves = named_leaves(tree)
+    if callable(policy := settings.policy):
+        return [_checked(policy(*leaf), leaf[0]) for leaf in leaves]
+    patterns = compiled(policy)
+    first = [next((p for p in patterns if p.search(path)), None) for path, _ in leaves]
+    unused = sorted(pattern.pattern for pattern in patterns if pattern not in first)
+    if unused and not settings.is_of_parts:
+        paths = tuple(path for path, _ in leaves)
+        raise ValueError(f"policy: no leaf is left for {unused}; the paths are {paths}")
+    chosen = [settings.default if pattern is None else patterns[pattern] for pattern in first]
+    return [_checked(reducer, path) for reducer, (path, _) in zip(chosen, leaves)]
 
 
-def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
+def compiled(policy: Any) -> dict[re.Pattern[str], Reducer | None]:
+    """The reducers of a policy by its regular expressions. Raises ValueError if one is none."""
     if not isinstance(policy, Mapping) or not all(isinstance(rule, str) for rule in policy):
         raise ValueError(
             f"policy={policy!r} must be a function of path and shape, or a mapping from regular "
@@ -106,13 +103,26 @@ def _checked(reducer: Any, path: str) -> Reducer | None:
     return None if reducer is None else check_reducer(reducer, f"policy, for leaf{path}: ")
 
 
-def plan_for(
+def plan_of(tree: Any, settings: Settings, placement: Placement | None) -> Plan:
+    """How the leaves of a tree are exchanged, whose shards are placed so.
+
+    Raises:
+        ValueError: reducers or their settings do not fit the tree or its placement.
+    """
+    reducers = reducers_of(tree, settings)
+    if placement is None:
+        return _plan_for(tree, reducers, settings.bucket_size)
+    own, reducers, dense_elements = _shards(tree, reducers, placement)
+    return _plan_for(own, reducers, settings.bucket_size, placement.devices, dense_elements)
+
+
+def _plan_for(
     tree: Any,
     given: Sequence[Reducer | None],
     bucket_size: int | None,
     devices: int = 1,
     dense_elements: int | None = None,
-) -> TreePlan:
+) -> Plan:
     """The plan for one tree structure, given each leaf's reducer; None: uncompressed.
 
     Leaves with equal reducers are laid end to end and exchanged as one vector.
@@ -153,10 +163,52 @@ def plan_for(
         BucketPlan(
             reducer,
             size,
-            f"{i}_{reducer.system}",
+            f"{i}_{reducer.name}",
             reducer.abstract_state(size),
             frozenset(piece.leaf for piece in pieces),
         )
         for i, (reducer, size, pieces) in enumerate(zip(reducers, sizes, layout.buckets))
     )
-    return TreePlan(layout, buckets, all_dense if dense_elements is None else dense_elements)
+    return Plan(layout, buckets, all_dense if dense_elements is None else dense_elements)
+
+
+def _shards(
+    tree: Any, reducers: Sequence[Reducer | None], placement: Placement
+) -> tuple[Any, list[Reducer | None], int]:
+    """The shards that one device exchanges.
+
+    Returns:
+        The shapes and dtypes of the shards. Their reducers, None for leaves that can't be cut over
+        all inner axes. The number of uncompressed elements of all of a worker's devices.
+
+    Raises:
+        ValueError: no leaf that a reducer is for can be cut over all inner axes.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    shapes = [jnp.shape(leaf) for leaf in leaves]
+    specs = [placement.exchanged(i, shape) for i, shape in enumerate(shapes)]
+    own = [b if placement.is_cut(spec) else None for b, spec in zip(reducers, specs)]
+    if any(b is not None for b in reducers) and not any(b is not None for b in own):
+        raise ValueError(
+            f"no leaf would be compressed: none of the shapes {shapes} has dimensions that the "
+            f"inner axes {placement.inner} divide, and leaves that can't be cut over all of them "
+            "go uncompressed"
+        )
+    specs = exchanged_specs(tree, placement, {i for i, b in enumerate(own) if b is not None})
+    each = [
+        jax.ShapeDtypeStruct(placement.local(shape, spec), jnp.result_type(leaf))
+        for leaf, shape, spec in zip(leaves, shapes, specs)
+    ]
+    dense_elements = sum(math.prod(s) for s, b in zip(shapes, own) if b is None)
+    return treedef.unflatten(each), own, dense_elements
+
+
+def exchanged_specs(tree: Any, placement: Placement, compressed: Set[int]) -> list[PartitionSpec]:
+    """The partition in which each leaf is exchanged, given the numbers of compressed ones."""
+    found = []
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        cut = placement.exchanged(i, jnp.shape(leaf))
+        is_large = math.prod(jnp.shape(leaf)) >= _FEWEST * placement.devices
+        found.append(cut if i in compressed or is_large else placement.own[i])
+    return found

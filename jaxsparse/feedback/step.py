@@ -13,7 +13,8 @@ from jaxsparse.arrays.layout import Pieces, cut, join
 from jaxsparse.arrays.magnitude import LARGEST
 from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.plan import BucketPlan, TreePlan
+from jaxsparse.feedback.options import Settings
+from jaxsparse.feedback.plan import BucketPlan, Plan
 from jaxsparse.reducers.base import Info, Reduced
 
 T = TypeVar("T")
@@ -52,18 +53,13 @@ class Exchanged(NamedTuple):
     ok: Bool[Array, ""]  # whether everything is finite on all workers
 
 
-class Settings(NamedTuple):
-    """Settings of an exchange that do not depend on the tree."""
-
-    axes: Axes
-    momentum: float | Array | None = None
-    is_delayed: bool = False
-    decay: float = 1.0  # factor of residuals in each step
-    nesterov: bool = False
-
-
 def run_step(
-    gradients: Sequence[Pieces], dense: Array, before: Carried, plan: TreePlan, settings: Settings
+    gradients: Sequence[Pieces],
+    dense: Array,
+    before: Carried,
+    plan: Plan,
+    settings: Settings,
+    axes: Axes,
 ) -> Exchanged:
     """Runs one step for all buckets: begin, reduce, finish. With a delay, the next begin is last.
 
@@ -72,12 +68,11 @@ def run_step(
     residual does not count. A decision after the buckets would need a copy of the exchanged
     vectors, one to two d floats. With a delay, only the flag waits for the gradients.
     """
-    axes = settings.axes
     pending = None
     buckets = before.buckets
     if settings.is_delayed:
         dense_mean = _pending_mean(before.pending, dense, axes)
-        means, after, infos = _exchange_each(None, buckets, jnp.bool_(True), plan, settings)
+        means, after, infos = _exchange_each(None, buckets, jnp.bool_(True), plan, settings, axes)
         # The flag has to depend on the exchange, or XLA may send both in one message, which would
         # then wait for the gradients. So it looks at the sums, too, finite where gradients are.
         begun = _begin_each(gradients, after, True, plan, settings)
@@ -98,7 +93,7 @@ def run_step(
         # momentum and 16 leaves, by a quarter of a vector.
         begun = _begin_each(gradients, buckets, True, plan, settings)
         ok, dense_mean = exchange_dense([gradients, [b.residual for b in begun]], dense, axes)
-        means, after, infos = _exchange_each(gradients, buckets, ok, plan, settings)
+        means, after, infos = _exchange_each(gradients, buckets, ok, plan, settings, axes)
         dense_ok = ok
     dense_mean, dense_momentum = with_mean_momentum(
         dense_mean, before.dense_momentum, dense_ok, settings
@@ -111,8 +106,9 @@ def _exchange_each(
     gradients: Sequence[Pieces] | None,
     before: Sequence[Bucket],
     ok: Bool[Array, ""],
-    plan: TreePlan,
+    plan: Plan,
     settings: Settings,
+    axes: Axes,
 ) -> tuple[list[Pieces], list[Bucket], list[Info]]:
     """Exchanges each bucket's residual, plus its gradient unless `gradients` is None.
 
@@ -120,7 +116,6 @@ def _exchange_each(
         The means of the buckets. Their new state, or the old one if not `ok`. The counts of each
         exchange.
     """
-    axes = settings.axes
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
@@ -144,7 +139,7 @@ def _begin_each(
     gradients: Sequence[Pieces],
     before: Sequence[Bucket],
     ok: Bool[Array, ""] | bool,
-    plan: TreePlan,
+    plan: Plan,
     settings: Settings,
 ) -> list[Bucket]:
     each = zip(gradients, before, plan.buckets)
@@ -242,7 +237,7 @@ def _with(pieces: Pieces, indices: Int[Array, " n"], values: Array) -> Pieces:
     return tuple(changed)
 
 
-def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: TreePlan) -> Exchanged:
+def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: Plan) -> Exchanged:
     """Adds to the residuals the part of the means that rounding to the leaves' dtypes removes.
 
     Args:
@@ -419,7 +414,7 @@ def count_moved(arrays: Sequence[Array]) -> Int[Array, ""]:
     return saturating_sum(jnp.stack([jnp.int32(0), *counts]))
 
 
-def total(infos: Sequence[Info], plan: TreePlan, axes: Axes) -> Info:
+def total(infos: Sequence[Info], plan: Plan, axes: Axes) -> Info:
     """Counts over buckets and a worker's devices, with uncompressed elements, without padding."""
     delivered, overflow = [jnp.int32(0)], [jnp.int32(0)]
     for one, bucket in zip(infos, plan.buckets):

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
-from jaxtyping import Array, BFloat16, DTypeLike, Float, Int, UInt32
+from jaxtyping import Array, BFloat16, Float, Int, UInt32
 
 from jaxsparse.arrays import hashing, layout as layouts
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.plan import TreePlan
+from jaxsparse.feedback.options import Settings
+from jaxsparse.feedback.plan import Plan
 from jaxsparse.feedback.step import Bucket, Carried, Exchanged
 from jaxsparse.reducers.base import Info
 
@@ -42,7 +43,7 @@ class ErrorFeedbackState(NamedTuple):
     # Momenta, or {} without momentum. Compressed leaves have one like `residual`, or the mean's,
     # replicated [*shape]. Uncompressed leaves have the mean's, float32, replicated [*shape].
     momentum: dict[str, Any]
-    # The state of each bucket's reducer, by the bucket's number and system, as in "0_SparDL". On a
+    # The state of each bucket's reducer, by the bucket's number and reducer, as in "0_SparDL". On a
     # mesh with inner axes, arrays have one row for each device of a worker: [n, ...].
     reducers: dict[str, Any]
     skipped: Int[Array, ""]  # int32: number of steps skipped because a gradient was not finite
@@ -55,10 +56,10 @@ class ErrorFeedbackState(NamedTuple):
     placement: Any = ()  # where leaves are: `Placement.named`; () without inner axes
 
     @property
-    def systems(self) -> tuple[str, ...]:
-        """The name of each bucket's system."""
+    def reducer_names(self) -> tuple[str, ...]:
+        """The name of each bucket's reducer."""
         named = [name.split("_", 1) for name in self.reducers]
-        return tuple(system for _, system in sorted(named, key=lambda one: int(one[0])))
+        return tuple(name for _, name in sorted(named, key=lambda one: int(one[0])))
 
     @property
     def is_delayed(self) -> bool:
@@ -98,165 +99,143 @@ def without_params(state: ErrorFeedbackState) -> ErrorFeedbackState:
     return state._replace(**dict.fromkeys(_OF_LEAVES, jnp.int32(0)))
 
 
-class StateStore(NamedTuple):
-    """Packs one worker's vectors into a state, and unpacks them."""
+def init_state(plan: Plan, settings: Settings) -> ErrorFeedbackState:
+    """The state before the first step: zeros."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _described(plan, settings))
+    return _marked(
+        ErrorFeedbackState(
+            residual=zeros["residual"],
+            momentum=zeros["momentum"],
+            reducers={b.name: b.reducer.init(b.size) for b in plan.buckets},
+            skipped=jnp.int32(0),
+            info=Info(jnp.int32(0), jnp.int32(0)),
+            pending=zeros["pending"] if settings.is_delayed else (),
+            roundings=jnp.uint32(0) if settings.is_narrow else (),
+        ),
+        settings.axis_name,
+    )
 
-    axes: Axes
-    has_momentum: bool
-    is_delayed: bool
-    keeps_residual: bool  # False with decay=0: nothing that a step leaves is read by the next one
-    dtype: Any  # of residuals and momenta
 
-    @property
-    def is_narrow(self) -> bool:
-        """Whether residuals and momenta are rounded."""
-        return self.dtype != jnp.float32
+def _described(plan: Plan, settings: Settings) -> dict[str, dict[str, Any]]:
+    """Shapes and dtypes of accumulators by field and name, marked where they are a worker's own."""
+    layout, packed, dtype = plan.layout, plan.compressed, settings.accumulator_dtype
+    # Leaves whose momentum is that of the mean.
+    of_mean = {leaf for bucket in plan.buckets if bucket.needs_zeros for leaf in bucket.leaves}
+    loose = {leaf for leaf, _, _ in layout.dense}
+    mean = lambda leaf, dtype: jax.ShapeDtypeStruct(layout.shapes[leaf], dtype)
+    own = lambda leaf, dtype: PerWorker(jax.ShapeDtypeStruct((1, *layout.shapes[leaf]), dtype))
+    momentum: dict[int, Any] = {}
+    if settings.momentum is not None:
+        momentum = {i: (mean if i in of_mean else own)(i, dtype) for i in packed}
+        momentum |= {i: mean(i, jnp.float32) for i in loose}
+    fields = {
+        "residual": {i: own(i, dtype) for i in packed if settings.keeps_residual},
+        "momentum": momentum,
+        "pending": {i: own(i, jnp.float32) for i in loose if settings.is_delayed},
+    }
+    return {
+        field: {layout.names[i]: leaves[i] for i in sorted(leaves)}
+        for field, leaves in fields.items()
+    }
 
-    def init(self, plan: TreePlan) -> ErrorFeedbackState:
-        """The state before the first step: zeros."""
-        accumulators: dict[str, Any] = {}
-        for field, leaves in self._described(plan).items():
-            zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
-            accumulators[field] = {
-                name: PerWorker(x) if leaves[name].is_own else x for name, x in zeros.items()
-            }
-        return self._marked(
-            ErrorFeedbackState(
-                residual=accumulators["residual"],
-                momentum=accumulators["momentum"],
-                reducers={b.name: b.reducer.init(b.size) for b in plan.buckets},
-                skipped=jnp.int32(0),
-                info=Info(jnp.int32(0), jnp.int32(0)),
-                pending=accumulators["pending"] if self.is_delayed else (),
-                roundings=jnp.uint32(0) if self.is_narrow else (),
-            )
-        )
 
-    def _described(self, plan: TreePlan) -> dict[str, dict[str, "_Accumulator"]]:
-        """The accumulators by field and name."""
-        layout, packed = plan.layout, plan.compressed
-        # Leaves whose momentum is that of the mean.
-        of_mean = {leaf for bucket in plan.buckets if bucket.needs_zeros for leaf in bucket.leaves}
-        loose = {leaf for leaf, _, _ in layout.dense}
-        one = lambda leaf, dtype: _Accumulator((1, *layout.shapes[leaf]), dtype, True)
-        mean = lambda leaf, dtype: _Accumulator(layout.shapes[leaf], dtype, False)
-        momentum: dict[int, _Accumulator] = {}
-        if self.has_momentum:
-            momentum = {i: (mean if i in of_mean else one)(i, self.dtype) for i in packed}
-            momentum |= {i: mean(i, jnp.float32) for i in loose}
-        fields = {
-            "residual": {i: one(i, self.dtype) for i in packed if self.keeps_residual},
-            "momentum": momentum,
-            "pending": {i: one(i, jnp.float32) for i in loose if self.is_delayed},
-        }
+def load(state: ErrorFeedbackState, plan: Plan, settings: Settings) -> Carried:
+    """One worker's vectors.
+
+    Raises:
+        ValueError: the state was made for other gradients or settings, or holds several workers'
+            arrays.
+    """
+    layout, has_momentum = plan.layout, settings.momentum is not None
+    _check_origin(state, plan, settings.is_delayed)
+    _check(state, _described(plan, settings))
+
+    def leaves(stored: Mapping[str, Any]) -> dict[int, Array]:
         return {
-            field: {layout.names[i]: leaves[i] for i in sorted(leaves)}
-            for field, leaves in fields.items()
+            i: _array(stored[name])[0] if _is_marked(stored[name]) else stored[name]
+            for i, name in enumerate(layout.names)
+            if name in stored
         }
 
-    def load(self, state: ErrorFeedbackState, plan: TreePlan) -> Carried:
-        """This worker's vectors.
-
-        Raises:
-            ValueError: the state was made for other gradients or settings, or holds several
-                workers' arrays.
-        """
-        layout = plan.layout
-        _check_origin(state, plan, self.is_delayed)
-        _check(state, self._described(plan))
-
-        def leaves(stored: Mapping[str, Any]) -> dict[int, Array]:
-            return {
-                i: _array(stored[name])[0] if _is_marked(stored[name]) else stored[name]
-                for i, name in enumerate(layout.names)
-                if name in stored
-            }
-
-        residuals, momenta = leaves(state.residual), leaves(state.momentum)
-        pending = leaves(state.pending or {})
-        reducers = [state.reducers[bucket.name] for bucket in plan.buckets]
-        if not self.keeps_residual:
-            residuals = {i: jnp.zeros(layout.shapes[i], jnp.float32) for i in plan.compressed}
-        own = layout.buckets_of(residuals)
-        kept: Any = layout.buckets_of(momenta) if self.has_momentum else [None] * len(own)
-        return Carried(
-            list(map(Bucket, own, kept, reducers)),
-            layout.dense_of(momenta) if self.has_momentum else None,
-            layout.dense_of(pending) if self.is_delayed else None,
-        )
-
-    def save(
-        self, done: Exchanged, before: ErrorFeedbackState, plan: TreePlan
-    ) -> ErrorFeedbackState:
-        """The state after a step. A skipped step without a delay changes only `skipped`."""
-        carried, rounds = done.carried, ()
-        if self.is_narrow:
-            carried = self._rounded(carried, before.roundings, plan)
-            is_new = jnp.bool_(self.is_delayed) | done.ok
-            rounds = before.roundings + jnp.where(is_new, jnp.uint32(1), jnp.uint32(0))
-        info = done.info
-        if not self.is_delayed:
-            info = Info(*(jnp.where(done.ok, new, old) for new, old in zip(info, before.info)))
-        buckets, layout = carried.buckets, plan.layout
-        residuals, kept = [b.residual for b in buckets], [b.momentum or () for b in buckets]
-        momentum: dict[int, Array] = {}
-        pending: dict[int, Array] = {}
-        residual = layout.leaves_in(residuals) if self.keeps_residual else {}
-        if carried.dense_momentum is not None:
-            momentum = layout.leaves_in(kept) | layout.leaves_in_dense(carried.dense_momentum)
-        if carried.pending is not None:
-            pending = layout.leaves_in_dense(carried.pending)
-        found = {"residual": residual, "momentum": momentum, "pending": pending}
-        described = self._described(plan)
-        accumulators: dict[str, Any] = {}
-        for field, leaves in found.items():
-            named = {layout.names[i]: leaves[i] for i in sorted(leaves)}
-            accumulators[field] = {
-                name: PerWorker(x[None]) if described[field][name].is_own else x
-                for name, x in named.items()
-            }
-        return self._marked(
-            ErrorFeedbackState(
-                residual=accumulators["residual"],
-                momentum=accumulators["momentum"],
-                reducers={p.name: b.reducer for p, b in zip(plan.buckets, buckets)},
-                skipped=before.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
-                info=info,
-                pending=accumulators["pending"] if self.is_delayed else (),
-                roundings=rounds,
-                placement=before.placement,
-            )
-        )
-
-    def _marked(self, state: ErrorFeedbackState) -> ErrorFeedbackState:
-        """The state with marked arrays typed as different between workers."""
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(state, is_leaf=_is_marked)
-        own = wire.varying([_array(x) for x in leaves if _is_marked(x)], self.axes.axis_name)
-        typed = iter(own)
-        return treedef.unflatten(PerWorker(next(typed)) if _is_marked(x) else x for x in leaves)
-
-    def _rounded(self, carried: Carried, round_: Array, plan: TreePlan) -> Carried:
-        buckets = []
-        for i, (b, bucket) in enumerate(zip(carried.buckets, plan.buckets)):
-            shapes = [piece.shape for piece in b.residual]
-            narrow = lambda x, key, to=shapes: layouts.cut(rounded(layouts.join(x), key), to)
-            residual = narrow(b.residual, key_of(round_, 2 * i, self.axes.all))
-            momentum = b.momentum
-            if momentum is not None:
-                # All copies of a mean's momentum must be rounded alike.
-                axes = self.axes.inner if bucket.needs_zeros else self.axes.all
-                momentum = narrow(momentum, key_of(round_, 2 * i + 1, axes))
-            buckets.append(Bucket(residual, momentum, b.reducer))
-        return carried._replace(buckets=buckets)
+    residuals, momenta = leaves(state.residual), leaves(state.momentum)
+    pending = leaves(state.pending or {})
+    reducers = [state.reducers[bucket.name] for bucket in plan.buckets]
+    if not settings.keeps_residual:
+        residuals = {i: jnp.zeros(layout.shapes[i], jnp.float32) for i in plan.compressed}
+    own = layout.buckets_of(residuals)
+    kept: Any = layout.buckets_of(momenta) if has_momentum else [None] * len(own)
+    return Carried(
+        list(map(Bucket, own, kept, reducers)),
+        layout.dense_of(momenta) if has_momentum else None,
+        layout.dense_of(pending) if settings.is_delayed else None,
+    )
 
 
-class _Accumulator(NamedTuple):
-    """An accumulator as a worker sees it."""
+def save(
+    done: Exchanged, before: ErrorFeedbackState, plan: Plan, settings: Settings, axes: Axes
+) -> ErrorFeedbackState:
+    """The state after a step. A skipped step without a delay changes only `skipped`."""
+    carried, rounds = done.carried, ()
+    if settings.is_narrow:
+        carried = _rounded(carried, before.roundings, plan, axes)
+        is_new = jnp.bool_(settings.is_delayed) | done.ok
+        rounds = before.roundings + jnp.where(is_new, jnp.uint32(1), jnp.uint32(0))
+    info = done.info
+    if not settings.is_delayed:
+        info = Info(*(jnp.where(done.ok, new, old) for new, old in zip(info, before.info)))
+    buckets, layout = carried.buckets, plan.layout
+    residuals, kept = [b.residual for b in buckets], [b.momentum or () for b in buckets]
+    momentum: dict[int, Array] = {}
+    pending: dict[int, Array] = {}
+    residual = layout.leaves_in(residuals) if settings.keeps_residual else {}
+    if carried.dense_momentum is not None:
+        momentum = layout.leaves_in(kept) | layout.leaves_in_dense(carried.dense_momentum)
+    if carried.pending is not None:
+        pending = layout.leaves_in_dense(carried.pending)
+    found = {"residual": residual, "momentum": momentum, "pending": pending}
+    accumulators: dict[str, Any] = {}
+    for field, described in _described(plan, settings).items():
+        named = {layout.names[i]: x for i, x in sorted(found[field].items())}
+        accumulators[field] = {
+            name: PerWorker(x[None]) if _is_marked(described[name]) else x
+            for name, x in named.items()
+        }
+    return _marked(
+        ErrorFeedbackState(
+            residual=accumulators["residual"],
+            momentum=accumulators["momentum"],
+            reducers={p.name: b.reducer for p, b in zip(plan.buckets, buckets)},
+            skipped=before.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
+            info=info,
+            pending=accumulators["pending"] if settings.is_delayed else (),
+            roundings=rounds,
+            placement=before.placement,
+        ),
+        settings.axis_name,
+    )
 
-    shape: tuple[int, ...]
-    dtype: Any
-    is_own: bool  # whether it is a worker's own, and marked so
+
+def _marked(state: ErrorFeedbackState, axis_name: str | None) -> ErrorFeedbackState:
+    """The state with marked arrays typed as different between workers."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(state, is_leaf=_is_marked)
+    own = iter(wire.varying([_array(x) for x in leaves if _is_marked(x)], axis_name))
+    return treedef.unflatten(PerWorker(next(own)) if _is_marked(x) else x for x in leaves)
+
+
+def _rounded(carried: Carried, round_: Array, plan: Plan, axes: Axes) -> Carried:
+    buckets = []
+    for i, (b, bucket) in enumerate(zip(carried.buckets, plan.buckets)):
+        shapes = [piece.shape for piece in b.residual]
+        narrow = lambda x, key, to=shapes: layouts.cut(rounded(layouts.join(x), key), to)
+        residual = narrow(b.residual, key_of(round_, 2 * i, axes.all))
+        momentum = b.momentum
+        if momentum is not None:
+            # All copies of a mean's momentum must be rounded alike.
+            over = axes.inner if bucket.needs_zeros else axes.all
+            momentum = narrow(momentum, key_of(round_, 2 * i + 1, over))
+        buckets.append(Bucket(residual, momentum, b.reducer))
+    return carried._replace(buckets=buckets)
 
 
 def _is_marked(node: Any) -> bool:
@@ -305,24 +284,6 @@ def kinds(state: ErrorFeedbackState) -> ErrorFeedbackState:
     )
 
 
-def accumulator(dtype: DTypeLike | None) -> Any:
-    """The dtype in which accumulators are kept.
-
-    Raises:
-        ValueError: it is neither float32 (or None) nor bfloat16.
-    """
-    try:
-        known = jnp.dtype("float32" if dtype is None else dtype)
-    except TypeError:
-        known = None
-    if known not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(
-            f"accumulator_dtype={dtype!r} must be 'float32' (or None) or 'bfloat16'; residuals can "
-            "grow beyond float16"
-        )
-    return known
-
-
 def rounded(x: Float[Array, " d"], key: UInt32[Array, ""]) -> BFloat16[Array, " d"]:
     """`x` as bfloat16, rounded up or down at random so that the result is `x` on average.
 
@@ -347,11 +308,12 @@ def key_of(round_: UInt32[Array, ""], number: int, axes: Sequence[str]) -> UInt3
     return hashing.combine(round_, number, *(wire.axis_index(axis) for axis in axes))
 
 
-def _check_origin(state: ErrorFeedbackState, plan: TreePlan, is_delayed: bool) -> None:
+def _check_origin(state: ErrorFeedbackState, plan: Plan, is_delayed: bool) -> None:
     """Raises ValueError if the state was made for other reducers, or with another delay."""
     fix = "pass the state that init(params) made for the same transformation and settings"
-    if state.systems != plan.systems:
-        there, here = (", ".join(s) or "no buckets" for s in (state.systems, plan.systems))
+    if state.reducer_names != plan.reducer_names:
+        both = state.reducer_names, plan.reducer_names
+        there, here = (", ".join(names) or "no buckets" for names in both)
         raise ValueError(
             f"the state was made for other settings: its buckets are exchanged by {there}, and "
             f"those of this transformation by {here}: {fix}"
@@ -366,7 +328,7 @@ def _check_origin(state: ErrorFeedbackState, plan: TreePlan, is_delayed: bool) -
         there, wanted = _in_words(state.reducers[bucket.name]), _in_words(bucket.state)
         if there != wanted:
             raise ValueError(
-                f"the state was made for other settings: {bucket.reducer.system}'s own state of "
+                f"the state was made for other settings: {bucket.reducer.name}'s own state of "
                 f"bucket {i} is {there}, and {bucket.reducer} needs {wanted}: {fix}"
             )
 
@@ -377,13 +339,13 @@ def _in_words(state: Any) -> str:
     return ", ".join(f"{keystr(path)} {_seen(x)}".strip() for path, x in found) or "nothing"
 
 
-def _check(state: ErrorFeedbackState, described: Mapping[str, Mapping[str, _Accumulator]]) -> None:
+def _check(state: ErrorFeedbackState, described: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises ValueError if the state was made for other gradients or settings."""
     for field, leaves in described.items():
         stored = getattr(state, field) or {}
         for name in sorted({*stored, *leaves}):
             there = _seen(stored.get(name))
-            wanted = "nothing" if name not in leaves else _text(*leaves[name])
+            wanted = _seen(leaves.get(name))
             if there != wanted:
                 node = stored.get(name)
                 if isinstance(node, PerWorker) and jnp.shape(node.value)[:1] != (1,):
@@ -402,17 +364,14 @@ def _check(state: ErrorFeedbackState, described: Mapping[str, Mapping[str, _Accu
 
 
 def _seen(node: Any) -> str:
+    """Shape and dtype of a node, in words."""
     if node is None:
         return "nothing"
-    x = _array(node)
-    return _text(jnp.shape(x), x.dtype, _is_marked(node))
-
-
-def _text(shape: Sequence[int], dtype: Any, is_own: bool) -> str:
-    kind = "per-worker " if is_own else ""
+    x, is_own = _array(node), _is_marked(node)
+    shape = jnp.shape(x)
     sizes = (
         ["W" if is_own and shape[:1] == (1,) else str(shape[0]), *map(str, shape[1:])]
         if shape
         else []
     )
-    return f"{kind}{jnp.dtype(dtype).name}[{', '.join(sizes)}]"
+    return f"{'per-worker ' if is_own else ''}{jnp.dtype(x.dtype).name}[{', '.join(sizes)}]"

@@ -1,62 +1,42 @@
 """Error feedback around one reducer or several, as Optax transformations.
 
-The way of one gradient: `update` runs `_on_device` on rows of all workers (`over_rows`) or, where
-the axis is bound, on one worker's (`in_worker`). There `run_step` begins buckets (adds gradients),
-calls their reducers (`reduce`: collectives, `deliver`: the mean), and finishes them (residuals).
+The way of one gradient: `Exchange.update` runs `_on_device` on rows of all workers (`over_rows`)
+or, where the axis is bound, on one worker's (`in_worker`). There `load` reads the state, `run_step`
+begins buckets (adds gradients), calls their reducers (`reduce`: collectives, `deliver`: the mean),
+and finishes them (residuals), and `save` writes the state.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
-from jaxtyping import Array, DTypeLike, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse.arrays.layout import IsDense
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import is_stand_in, on_plain_arrays
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.comm.workers import place_rows
-from jaxsparse.feedback.devices import in_worker, over_rows, shards, spread, typed_as
+from jaxsparse.feedback.devices import in_worker, over_rows, spread, typed_as
 from jaxsparse.feedback.messages import Posted, check_messages, post_step, receive_step
-from jaxsparse.feedback.options import (
-    Options,
-    StepOptions,
-    check_momentum,
-    check_names,
-    decay_factor,
-    is_delayed,
-    is_nesterov,
-    skipped_update,
-)
-from jaxsparse.feedback.plan import (
-    Policy,
-    Rule,
-    Rules,
-    TreePlan,
-    by_policy,
-    one_rule,
-    plan_for,
-)
+from jaxsparse.feedback.options import Options, Policy, Settings, check_names
+from jaxsparse.feedback.plan import Plan, compiled, plan_of
 from jaxsparse.feedback.rows import check_extra_args, check_own, read_rows
-from jaxsparse.feedback.step import Exchanged, Settings, keep_rounding, run_step
+from jaxsparse.feedback.step import Exchanged, keep_rounding, run_step
 from jaxsparse.feedback.store import (
     ErrorFeedbackState,
-    StateStore,
-    accumulator,
     check_made,
     has_nothing,
+    init_state,
+    load,
+    save,
     without_params,
 )
 from jaxsparse.reducers.base import Reducer, check_reducer
-
-# What happens on a device: `run_step`, or a half of it.
-Step = Callable[..., Exchanged]
 
 
 class Exchange(optax.GradientTransformationExtraArgs):
@@ -80,20 +60,25 @@ class Exchange(optax.GradientTransformationExtraArgs):
     its message, too. With `accumulator_dtype="bfloat16"` all workers round by the same draws.
     """
 
+    @classmethod
+    def of(cls, settings: Settings) -> "Exchange":
+        """The exchange with these settings."""
+        update = on_plain_arrays(functools.partial(_run, settings, run_step))
+        return cls(functools.partial(_init, settings), update)
+
     @property
-    def setup(self) -> "Setup":
+    def settings(self) -> Settings:
         """What it was made with."""
-        return self.init.__self__  # it outlives jax.tree.map
+        return self.init.args[0]  # it outlives jax.tree.map
 
     @property
     def reducer(self) -> Reducer | None:
         """The reducer of all compressed leaves. None: leaves have several."""
-        return self.setup.reducer
+        return self.settings.reducer
 
     def of_parts(self) -> "Exchange":
-        """The same for parts of a tree, each of which may lack the leaves that a rule is for."""
-        setup = dataclasses.replace(self.setup, is_of_parts=True)
-        return Exchange(setup.init, setup.update)
+        """The same for parts of a tree, each of which may lack the leaves that a reducer is for."""
+        return Exchange.of(dataclasses.replace(self.settings, is_of_parts=True))
 
     def __repr__(self) -> str:
         return f"Exchange({self.reducer or 'by leaf'})"
@@ -112,8 +97,8 @@ class Exchange(optax.GradientTransformationExtraArgs):
             The message, uint32[words], and what each bucket's worker holds.
 
         Raises:
-            ValueError: it is not in one message: a system of several rounds, a reducer that changes
-                in stages, a delay, or an axis of workers (make it with `axis_name=None`).
+            ValueError: it is not in one message: reducers of several rounds or in stages,
+                a delay, or an axis of workers (make it with `axis_name=None`).
         """
         sent: list[Any] = []
 
@@ -122,7 +107,7 @@ class Exchange(optax.GradientTransformationExtraArgs):
             sent.extend((message, posted))
             return unchanged
 
-        self.setup.run(half, gradients, state)
+        _run(self.settings, half, gradients, state)
         words, posted = sent
         return words, posted
 
@@ -160,7 +145,7 @@ class Exchange(optax.GradientTransformationExtraArgs):
         """
         check_messages(messages, weights)
         half = functools.partial(receive_step, messages, weights, posted, counts)
-        return self.setup.run(half, like, state)
+        return _run(self.settings, half, like, state)
 
     def message_words(self, gradients: Any, state: Any) -> int:
         """The number of words of a worker's message. Shapes and dtypes are enough as arguments.
@@ -171,132 +156,70 @@ class Exchange(optax.GradientTransformationExtraArgs):
         return jax.eval_shape(lambda *given: self.post(*given)[0], gradients, state).size
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Setup:
-    """What an exchange was made with: how leaves are exchanged, and options, see `exchange`."""
-
-    rules: Rules
-    reducer: Reducer | None
-    _: dataclasses.KW_ONLY
-    axis_name: str | None = "data"
-    decay: float | None = None
-    accumulator_dtype: DTypeLike | None = None
-    bucket_size: int | None = None
-    mesh: Mesh | None = None
-    workers: int | None = None
-    specs: Any = None
-    delay: Literal[0, 1] | None = None
-    momentum: float | Array | None = None
-    nesterov: bool | None = None
-    when_skipped: Literal["zero", "nan"] | None = None
-    is_of_parts: bool = False
-
-    def __post_init__(self) -> None:
-        """Checks options, whatever is asked first."""
-        check_momentum(self.momentum)
-        is_nesterov(self.nesterov, self.momentum)
-        skipped_update(self.when_skipped, self.delay)
-        self.store(())
-        if self.mesh is not None and not isinstance(self.mesh, Mesh):
-            raise ValueError(
-                f"mesh={self.mesh!r} must be a jax.sharding.Mesh or None (optax.inject_hyperparams "
-                "calls meshes, as it calls schedules: name mesh and specs in its static_args)"
-            )
-
-    @property
-    def is_delayed(self) -> bool:
-        return is_delayed(self.delay)
-
-    def store(self, inner: tuple[str, ...]) -> StateStore:
-        """How states are kept on a device whose worker has these inner axes."""
-        decay, dtype = decay_factor(self.decay), accumulator(self.accumulator_dtype)
-        keeps_residual = self.is_delayed or decay != 0  # a delayed exchange is of the residual
-        axes = Axes(self.axis_name, inner)
-        return StateStore(axes, self.momentum is not None, self.is_delayed, keeps_residual, dtype)
-
-    def plan_of(self, tree: Any, placement: Placement | None) -> TreePlan:
-        """How the leaves of a tree are exchanged, whose shards are placed so."""
-        reducers = self.rules(tree, self.is_of_parts) if jax.tree.leaves(tree) else []
-        if placement is None:
-            return plan_for(tree, reducers, self.bucket_size)
-        own, reducers, dense_elements = shards(tree, reducers, placement)
-        return plan_for(own, reducers, self.bucket_size, placement.devices, dense_elements)
-
-    def init(self, params: Any) -> ErrorFeedbackState:
-        """Optax's `init`."""
-        rows = place_rows(params, self.axis_name, self.mesh, self.workers, self.specs)
-        plan = self.plan_of(params, rows[1])
-        state = self.store(()).init(plan)
-        if self.axis_name is None:
-            state = typed_as(params, state)
-        state = spread(state, params, rows, plan.compressed)
-        return without_params(state) if is_stand_in(params) else state
-
-    def update(
-        self, updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, ErrorFeedbackState]:
-        """Optax's `update`."""
-        run = on_plain_arrays(functools.partial(self.run, run_step))
-        return run(updates, state, params, **extra_args)
-
-    def run(
-        self,
-        step: Step,
-        updates: Any,
-        state: ErrorFeedbackState,
-        params: Any = None,
-        **extra_args: Any,
-    ) -> tuple[Any, ErrorFeedbackState]:
-        """An update, of which `step` is what happens on a device: all of it, or a half."""
-        check_made(state, ErrorFeedbackState)
-        if has_nothing(updates, state):
-            return updates, state
-        axis_name, momentum = self.axis_name, self.momentum
-        shapes: Any = updates  # at least the shapes of one worker's
-        if not (is_bound := wire.is_bound(axis_name)):  # else this is one worker's code
-            given = axis_name, self.mesh, self.workers
-            updates, shapes, workers = read_rows(updates, state, params, *given)
-            check_extra_args(updates, extra_args)
-        plan = self.plan_of(shapes, Placement.of(state.placement))
-        each = functools.partial(self._on_device, step, plan)
-        # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
-        with jax.disable_jit(False):
-            if not is_bound:
-                return over_rows(each, updates, state, momentum, workers, plan.compressed)
-            Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more
-            check_own(updates, params, axis_name)
-            return in_worker(each, updates, state, momentum, self.mesh, axis_name, plan.compressed)
-
-    def _on_device(
-        self,
-        step: Step,
-        plan: TreePlan,
-        updates: Any,
-        state: ErrorFeedbackState,
-        momentum: Any,
-        inner: tuple[str, ...],
-    ) -> tuple[Any, ErrorFeedbackState]:
-        store, of_skipped = self.store(inner), skipped_update(self.when_skipped, self.delay)
-        settings = Settings(
-            store.axes,
-            momentum,
-            self.is_delayed,
-            decay_factor(self.decay),
-            is_nesterov(self.nesterov, self.momentum),
-        )
-        buckets, dense = plan.layout.flatten(updates)
-        done = step(buckets, dense, store.load(state, plan), plan, settings)
-        delivered = plan.layout.unflatten(done.means, done.dense_mean)
-        if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
-            done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
-        if of_skipped != 0:
-            delivered = jax.tree.map(lambda x: jnp.where(done.ok, x, of_skipped), delivered)
-        return delivered, store.save(done, state, plan)
+def _init(settings: Settings, params: Any) -> ErrorFeedbackState:
+    """Optax's `init`."""
+    axis_name = settings.axis_name
+    at = place_rows(params, axis_name, settings.mesh, settings.workers, settings.specs)
+    plan = plan_of(params, settings, at[1])
+    state = init_state(plan, settings)
+    if axis_name is None:
+        state = typed_as(params, state)
+    state = spread(state, params, at, plan.compressed)
+    return without_params(state) if is_stand_in(params) else state
 
 
-def exchange(
-    reducer: Reducer, *, is_dense: IsDense | None = None, **options: Unpack[StepOptions]
-) -> Exchange:
+def _run(
+    settings: Settings,
+    step: Callable[..., Exchanged],
+    updates: Any,
+    state: ErrorFeedbackState,
+    params: Any = None,
+    **extra_args: Any,
+) -> tuple[Any, ErrorFeedbackState]:
+    """Optax's `update`, of which `step` is what happens on a device: all of it, or a half."""
+    check_made(state, ErrorFeedbackState)
+    if has_nothing(updates, state):
+        return updates, state
+    axis_name, momentum = settings.axis_name, settings.momentum
+    shapes: Any = updates  # at least the shapes of one worker's
+    if not (is_bound := wire.is_bound(axis_name)):  # else this is one worker's code
+        given = axis_name, settings.mesh, settings.workers
+        updates, shapes, workers = read_rows(updates, state, params, *given)
+        check_extra_args(updates, extra_args)
+    plan = plan_of(shapes, settings, Placement.of(state.placement))
+    each = functools.partial(_on_device, settings, step, plan)
+    # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
+    with jax.disable_jit(False):
+        if not is_bound:
+            return over_rows(each, updates, state, momentum, workers, plan.compressed)
+        Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more
+        check_own(updates, params, axis_name)
+        return in_worker(each, updates, state, momentum, settings.mesh, axis_name, plan.compressed)
+
+
+def _on_device(
+    settings: Settings,
+    step: Callable[..., Exchanged],
+    plan: Plan,
+    updates: Any,
+    state: ErrorFeedbackState,
+    momentum: Any,
+    inner: tuple[str, ...],
+) -> tuple[Any, ErrorFeedbackState]:
+    """An update on a device whose worker has these inner axes."""
+    axes = Axes(settings.axis_name, inner)
+    settings = dataclasses.replace(settings, momentum=momentum)  # as this device sees it
+    buckets, dense = plan.layout.flatten(updates)
+    done = step(buckets, dense, load(state, plan, settings), plan, settings, axes)
+    delivered = plan.layout.unflatten(done.means, done.dense_mean)
+    if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
+        done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
+    if settings.when_skipped == "nan":
+        delivered = jax.tree.map(lambda x: jnp.where(done.ok, x, jnp.nan), delivered)
+    return delivered, save(done, state, plan, settings, axes)
+
+
+def exchange(reducer: Reducer, **options: Unpack[Options]) -> Exchange:
     """Exchanges gradients through a reducer, and adds the residual to the next gradients.
 
     It is error feedback around any reducer. `jaxsparse.spardl(0.01)` and the others are short for
@@ -405,13 +328,12 @@ def exchange(
             `jaxsparse.layout.plan`. From `update`: the axis is not bound, the state belongs to
             another tree, mesh or to several workers, or the gradients are already summed.
     """
-    check_names(options, Options, check_reducer(reducer))
-    setup = Setup(one_rule(reducer, is_dense), reducer, **options)
-    return Exchange(setup.init, setup.update)
+    check_names(options, check_reducer(reducer))
+    return Exchange.of(Settings(reducer, **options))
 
 
 def partition(
-    policy: Policy | Mapping[str, Rule], default: Rule = None, **options: Unpack[StepOptions]
+    policy: Policy, default: Reducer | None = None, **options: Unpack[Options]
 ) -> Exchange:
     """Error feedback with different reducers for different leaves.
 
@@ -445,6 +367,7 @@ def partition(
         >>> int(updates["embedding"].sum()), int(updates["kernel"].sum())
         (21, 1024)
     """
-    check_names(options, StepOptions)
-    setup = Setup(by_policy(policy, default), None, **options)
-    return Exchange(setup.init, setup.update)
+    check_names(options)
+    if not callable(policy):
+        compiled(policy)  # raises where an expression is not valid
+    return Exchange.of(Settings(None, policy, default, **options))

@@ -26,6 +26,7 @@ from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked, own_leaves
 from jaxsparse.feedback import Exchange
+from jaxsparse.feedback.plan import reducers_of
 from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import (
@@ -82,7 +83,7 @@ class Arithmetic:
         check_exchange(exchange, optimizer)
         self.is_weighted = weighted
         self._places = Streaming(fragments, overlap=0).places
-        self._rules = exchange.setup.rules
+        self._settings = exchange.settings
         self._exchange = exchange if fragments == 1 else exchange.of_parts()
         self._optimizer = optax.with_extra_args_support(optimizer)
         self.pick = params
@@ -121,7 +122,7 @@ class Arithmetic:
                 stacklevel=2,
             )
         params = self._widen(self.pick(state))
-        self._rules(params, False)  # raises unless they fit the whole
+        reducers_of(params, self._settings)  # raises unless they fit the whole
         outer = self._init_state(params)
         for path, leaf in tree_flatten_with_path(outer)[0]:
             if leaf.dtype.name not in DTYPES:

@@ -31,6 +31,7 @@ from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.static_leaves import held, released, with_flags_held
 from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback import Exchange
+from jaxsparse.feedback.plan import reducers_of
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.parallel import run_on_workers
@@ -252,7 +253,7 @@ class LocalSteps:
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         made = functools.partial(shapes_of, mesh=self._mesh) if is_abstract else Worker.start
         start = made(self._worker, state)
-        self._exchange.setup.rules(start.params, False)  # raises unless they fit the whole
+        reducers_of(start.params, self._exchange.settings)  # raises unless they fit the whole
         for p in range(self.streaming.fragments):
             part = jax.eval_shape(functools.partial(self._worker.part, fragment=p), start.params)
             check(self._worker.outer, part, axis_name=self._axis_name)

@@ -317,7 +317,7 @@ def check_exchange(exchange: Any, optimizer: Any) -> None:
     check_transformation("optimizer", optimizer, "optax.sgd(1.0)")
     # Workers go on from the global parameters. With a delay these would lack the moves just
     # exchanged, so that workers would lose them for H steps, and the last ones for ever.
-    if exchange.setup.is_delayed:
+    if exchange.settings.is_delayed:
         raise ValueError(
             "exchange has delay=1, but workers would go on without the displacements that it holds "
             "back: leave delay out. To overlap exchanges with steps, give LocalSteps "

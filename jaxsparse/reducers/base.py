@@ -136,8 +136,8 @@ class Reducer(abc.ABC):
         return False
 
     @property
-    def system(self) -> str:
-        """The name of what it computes. States of other systems are refused."""
+    def name(self) -> str:
+        """The name of what it computes. States of reducers of other names are refused."""
         return type(self).__name__
 
     @property

@@ -66,8 +66,8 @@ class Staged(Reducer):
                 raise ValueError(f"reducers: {reducer!r} has stages of its own: list them all")
 
     @property
-    def system(self) -> str:
-        return "-".join(dict.fromkeys(reducer.system for reducer in self.reducers))
+    def name(self) -> str:
+        return "-".join(dict.fromkeys(reducer.name for reducer in self.reducers))
 
     @property
     def conservation(self) -> Conservation:

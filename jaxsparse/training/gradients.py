@@ -338,4 +338,5 @@ def run_on(
         own, equal = one(*leaves)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], own), equal
 
-    return workers.map(each, arrays, specs, (split, whole), auto=auto, vmapped_as=vmapped_as)
+    with shard_maps.no_casts() if vmapped_as else contextlib.nullcontext():
+        return workers.map(each, arrays, specs, (split, whole), auto=auto, vmapped_as=vmapped_as)

@@ -21,7 +21,7 @@ from jaxsparse.arrays.layout import IsDense
 from jaxsparse.comm import marks, meshes
 from jaxsparse.comm.meshes import Placement, names_of
 from jaxsparse.comm.workers import Workers
-from jaxsparse.feedback.devices import exchanged_specs
+from jaxsparse.feedback.plan import exchanged_specs
 from jaxsparse.training.per_worker import spec_like
 
 
