@@ -23,8 +23,7 @@ from jaxsparse.feedback.options import Options
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from at_density import settings_at
-from cases import CASES
-from table import SYSTEMS, System
+from table import EXCHANGES, Row
 
 # Modules of the reference, with what they have. The modules that `jaxsparse`
 # imports as modules must be here. The others have names that a reader of these meets.
@@ -213,10 +212,10 @@ def systems_page() -> str:
         "|---|---|---|",
         *(
             f"| [`{call(s)}`](#{anchor(s)}) | {s.summary} | {s.received} |"
-            for s in SYSTEMS.values()
+            for s in EXCHANGES.values()
         ),
     ]
-    sections = "\n".join(section(system) for system in SYSTEMS.values())
+    sections = "\n".join(section(system) for system in EXCHANGES.values())
     options = "\n".join(f"- `{name}`: {text}" for name, text in OPTIONS.items())
     return SYSTEMS_PAGE.format(table="\n".join(rows), sections=sections, options=options)
 
@@ -253,14 +252,14 @@ def options_of(function: Any) -> dict[str, str]:
 OPTIONS = options_of(jaxsparse.exchange)
 
 
-def call(system: System) -> str:
+def call(system: Row) -> str:
     """The call of a system, with the arguments that need no name."""
     parameters = inspect.signature(system.transformation).parameters.values()
     named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return f"{system.name}({', '.join(named)})"
 
 
-def anchor(system: System) -> str:
+def anchor(system: Row) -> str:
     """The anchor of a system's section."""
     return system.name.replace("_", "-")
 
@@ -302,9 +301,9 @@ def called(function: str, *args: Any, **settings: Any) -> str:
     return f"{function}({', '.join(parts)})"
 
 
-def section(system: System) -> str:
+def section(system: Row) -> str:
     """The paper, what is conserved, bytes and defaults of a system."""
-    reducer = system.reducer(**CASES[system.name][""].small).split((600,))[0]
+    reducer = system.reducer(**system.cases[""].small).split((600,))[0]
     doc = inspect.cleandoc(system.transformation.__doc__ or "")
     if (
         f"See `reducers.{type(reducer).__name__}`" in doc

@@ -1,11 +1,10 @@
-"""Checks of what every reducer promises. A system joins by its row in the table of systems."""
+"""Checks of what every reducer promises. A reducer joins by its row in the table."""
 
 from typing import NamedTuple
 
-import cases
 import jax.numpy as jnp
 import numpy as np
-from table import SYSTEMS
+from table import EXCHANGES
 from workers import by_step, feedback_loop, some
 
 SIZE = 601  # prime: no worker count, block or column count divides it
@@ -28,14 +27,16 @@ CASES = {
     "_".join(filter(None, (name, variant))): Case(
         name, _bare(system, case.small), _bare(system, case.full)
     )
-    for name, system in SYSTEMS.items()
-    for variant, case in cases.CASES[name].items()
+    for name, system in EXCHANGES.items()
+    for variant, case in system.cases.items()
     if system.law == "sums"
 }
 # Cases that send less than everything, or round it, with a budget for everything.
-SENDS_LESS = {"demo", "dragonn", "dragonn_hash", "ok_topk", "qsgd", "qsgd_nearest", "quantized"}
-SENDS_LESS |= {"quantized_gathered", "quantized_ternary", "sign_sgd", "sparcml_nearest"}
-SENDS_LESS |= {"spardl_packed"}
+SENDS_LESS = {
+    "_".join(filter(None, (name, variant)))
+    for name, row in EXCHANGES.items()
+    for variant in row.sends_less
+}
 VARIANTS = {name for name, case in CASES.items() if name != case.system}
 
 # One system for each way to select and to exchange.

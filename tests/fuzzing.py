@@ -17,7 +17,7 @@ import numpy as np
 from at_density import settings_at
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from table import SYSTEMS
+from table import EXCHANGES
 
 import jaxsparse
 from jaxsparse import PerWorker, codecs, quantize, reducers
@@ -70,8 +70,8 @@ class Program:
         if self.name != "ef21_sgdm":  # has fewer options
             options["delay"] = self.delay
         if self.first is None:
-            return SYSTEMS[self.name].transformation(**settings, **options)
-        staged = reducers.Staged((self.first, SYSTEMS[self.name].reducer(**self.settings)), (1,))
+            return EXCHANGES[self.name].transformation(**settings, **options)
+        staged = reducers.Staged((self.first, EXCHANGES[self.name].reducer(**self.settings)), (1,))
         of_step = {key: value for key, value in settings.items() if key in Options.__annotations__}
         return jaxsparse.exchange(staged, **of_step, **options)
 
@@ -129,7 +129,7 @@ class Program:
     @functools.cached_property
     def reducer(self):
         """The reducer of the first step, for a single bucket."""
-        whole = self.first or SYSTEMS[self.name].reducer(**self.settings)
+        whole = self.first or EXCHANGES[self.name].reducer(**self.settings)
         return whole.split((max(1, int(self.is_compressed.sum())),))[0]
 
     @property
@@ -188,7 +188,7 @@ def draw_program(
     With `is_on_mesh` it runs on a mesh with inner axes.
     """
     rng = np.random.default_rng([seed, number])
-    names = list(SYSTEMS)
+    names = list(EXCHANGES)
     name = name or names[number % len(names)]
     compressed = _pick(rng, "all", "all", "matrices", "default")
     leaves = tuple(_leaf(rng) for _ in range(rng.integers(0, 5)))
@@ -218,13 +218,13 @@ def draw_program(
         settings["bucket_size"] = limit
     if program.delay and "decay" in settings:
         settings["decay"] = 1.0  # after a delayed exchange residuals fade, but not their rounding
-    if SYSTEMS[name].law == "differences":
+    if EXCHANGES[name].law == "differences":
         program = dataclasses.replace(program, delay=0)
     first = None
     if name in CHANGING and rng.random() < 0.1:
         first = reducers.Dense()
         if name != "powersgd":
-            reducer = SYSTEMS[name].reducer(**settings)
+            reducer = EXCHANGES[name].reducer(**settings)
             first = dataclasses.replace(reducer, density=min(1.0, 4 * reducer.density))
     return dataclasses.replace(program, settings=settings, first=first)
 
@@ -707,7 +707,7 @@ def check(program: Program, data: Data, outcome) -> None:
     updates, states = outcome(gradients)
     for state in states:
         _check_finite(state)
-    if SYSTEMS[program.name].law == "differences":
+    if EXCHANGES[program.name].law == "differences":
         _check_differences(program, gradients, updates, states)
         return
     for step in range(STEPS):

@@ -15,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +22,7 @@ import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
-from table import SYSTEMS
+from table import EXCHANGES
 from training import trainer
 
 import jaxsparse
@@ -40,12 +39,12 @@ PARAMS = {
 
 
 def by_row(name):
-    system = SYSTEMS[name]
-    return system.transformation(**cases.CASES[name][""].small, momentum=0.9)
+    system = EXCHANGES[name]
+    return system.transformation(**system.cases[""].small, momentum=0.9)
 
 
 # Every system with its row's settings, and cases that change between the steps 10 and 20, too.
-CASES = {name: functools.partial(by_row, name) for name in SYSTEMS} | {
+CASES = {name: functools.partial(by_row, name) for name in EXCHANGES} | {
     "ok_topk": lambda: contrib.ok_topk(0.05, refresh_every=8, rebalance_every=7, momentum=0.9),
     "spardl_adaptive": lambda: jaxsparse.spardl(0.05, teams=2, gather="bruck", momentum=0.9),
     "sparcml": lambda: jaxsparse.sparcml(k=8, bits=4, momentum=0.9),

@@ -8,7 +8,7 @@ import optax
 import pytest
 from at_density import settings_at
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from table import SYSTEMS
+from table import EXCHANGES
 from workers import some
 
 import jaxsparse
@@ -19,7 +19,7 @@ PARAMS = {"w": jnp.float32(RNG.normal(size=(40, 32))), "b": jnp.float32(RNG.norm
 
 
 def of_system(name):
-    return SYSTEMS[name].transformation(**settings_at(name, 0.1, 1280), axis_name=None)
+    return EXCHANGES[name].transformation(**settings_at(name, 0.1, 1280), axis_name=None)
 
 
 MADE = {

@@ -2,7 +2,7 @@
 
 import pytest
 from steps import COMPRESSED, DENSE, compiled_step
-from table import SYSTEMS
+from table import EXCHANGES
 from workers import mesh, some
 
 import jaxsparse
@@ -61,7 +61,7 @@ SKETCH = {"k": D // 100, "cols": 2**18, "oversampling": 1}
 def test_peak_memory_of_a_whole_step(name, settings, floats, leaves):
     """Arguments, outputs and temporaries together, in units of d float32, parameters included."""
     shapes = {f"kernel{i}": (D // leaves // 1024, 1024) for i in range(leaves)}
-    tx = SYSTEMS[name].transformation(**settings)
+    tx = EXCHANGES[name].transformation(**settings)
     memory = compiled_step(tx, mesh(2), shapes, donate=0).memory_analysis()
     total = (
         memory.argument_size_in_bytes

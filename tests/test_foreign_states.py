@@ -12,7 +12,7 @@ from at_density import settings_at
 from flax import serialization
 from jax.sharding import PartitionSpec
 from running import patient_loops
-from table import SYSTEMS
+from table import EXCHANGES
 from workers import mesh, some
 
 import jaxsparse
@@ -30,7 +30,7 @@ def transformation(name):
     settings = settings_at(name, 0.05, 1200)
     if name != "dense":
         settings["is_dense"] = lambda path, shape: len(shape) < 2
-    return SYSTEMS[name].transformation(**settings, axis_name=None)
+    return EXCHANGES[name].transformation(**settings, axis_name=None)
 
 
 def refusal(tx, state):
@@ -49,14 +49,14 @@ def origins(state):
     return ", ".join(state.reducer_names) or "no buckets"
 
 
-NEXT = [*zip(SYSTEMS, [*SYSTEMS][1:]), *map(sorted, SAME)]
+NEXT = [*zip(EXCHANGES, [*EXCHANGES][1:]), *map(sorted, SAME)]
 
 
 @pytest.mark.parametrize(
-    "pairs", some([NEXT, [*itertools.permutations(SYSTEMS, 2)]], [NEXT]), ids=["next", "all"]
+    "pairs", some([NEXT, [*itertools.permutations(EXCHANGES, 2)]], [NEXT]), ids=["next", "all"]
 )
 def test_the_state_of_any_other_system_is_refused(pairs):
-    made = {name: transformation(name) for name in SYSTEMS}
+    made = {name: transformation(name) for name in EXCHANGES}
     states = {name: tx.init(PARAMS) for name, tx in made.items()}
     for name, tx in made.items():
         assert refusal(tx, states[name]) is None, name
@@ -200,7 +200,7 @@ def test_checkpoints_know_the_system_and_the_delay(tmp_path):
 
 
 ONE_WORKER = {
-    **{name: transformation(name) for name in SYSTEMS},
+    **{name: transformation(name) for name in EXCHANGES},
     "partition": jaxsparse.partition({"w": reducers.TopK(0.1)}, axis_name=None),
     "delay": jaxsparse.top_k(0.1, momentum=0.9, delay=1, axis_name=None),
     "chain": optax.chain(

@@ -26,7 +26,7 @@ from fuzzing import (
 )
 from hypothesis import HealthCheck, given, seed, settings
 from jax.sharding import PartitionSpec
-from table import SYSTEMS
+from table import EXCHANGES
 from workers import some
 
 # Most cases of a program. A program takes seconds to compile, a case takes milliseconds.
@@ -62,7 +62,7 @@ def first_program(name, is_on_mesh=False):
 
     Simulated workers are as many as WORKERS say. Many compressed elements are float32.
     """
-    workers = WORKERS[list(SYSTEMS).index(name) % len(WORKERS)]
+    workers = WORKERS[list(EXCHANGES).index(name) % len(WORKERS)]
     for number in itertools.count(zlib.crc32(name.encode()) % 1000):
         program = draw_program(0, number, name, is_on_mesh)
         if not is_on_mesh and (program.workers != workers or not has_many_floats(program)):
@@ -80,7 +80,7 @@ def has_many_floats(program):
     return np.count_nonzero(is_float & program.is_compressed) >= 260 or program.name == "dense"
 
 
-@pytest.mark.parametrize("name", some(SYSTEMS, USUAL))
+@pytest.mark.parametrize("name", some(EXCHANGES, USUAL))
 def test_the_contract_holds(name):
     number, program, run = first_program(name)
     fuzz(program, run, usual_cases, CASES // 3, number)
@@ -88,7 +88,7 @@ def test_the_contract_holds(name):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("name", some(SYSTEMS, []))
+@pytest.mark.parametrize("name", some(EXCHANGES, []))
 def test_the_contract_holds_on_a_mesh_with_inner_axes(name):
     number, program, run = first_program(name, is_on_mesh=True)
     assert program.devices > 1
@@ -139,7 +139,7 @@ def test_as_many_cases_as_are_asked_for(request, capsys):
     began, number, done, refused, failed = time.monotonic(), 0, 0, 0, []
     while done < wanted:
         # All systems on simulated workers, then all on meshes with inner axes, and so on.
-        program = draw_program(start, number, is_on_mesh=number // len(SYSTEMS) % 2 == 1)
+        program = draw_program(start, number, is_on_mesh=number // len(EXCHANGES) % 2 == 1)
         count, outcome = min(CASES, wanted - done), "kept"
         try:
             fuzz(program, compiled(program), all_cases, count, number)

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES
 from steps import AS_USERS
-from table import SYSTEMS
+from table import EXCHANGES
 from workers import mesh, some
 
 import jaxsparse
@@ -41,8 +40,8 @@ def is_one_message(kind):
 
 # The rows of the table that are of one message, and the others. (ef21_sgdm wraps a reducer.)
 ROWS, OTHERS = [], []
-for name, system in SYSTEMS.items():
-    for variant, case in CASES[name].items() if name != "ef21_sgdm" else ():
+for name, system in EXCHANGES.items():
+    for variant, case in EXCHANGES[name].cases.items() if name != "ef21_sgdm" else ():
         kind = type(system.reducer(**case.small))
         (ROWS if is_one_message(kind) else OTHERS).append((name, variant))
 
@@ -116,7 +115,7 @@ def words_of(make, **options):
 
 
 def made(name, variant):
-    return functools.partial(SYSTEMS[name].transformation, **CASES[name][variant].small)
+    return functools.partial(EXCHANGES[name].transformation, **EXCHANGES[name].cases[variant].small)
 
 
 @pytest.mark.parametrize("row", some(ROWS, [("top_k", "packed")]), ids=str)

@@ -15,12 +15,12 @@ from workers import feedback_loop
 
 WORKERS = 4
 TIMEOUT = 400
-SYSTEMS = tuple(name for name in contract.CASES if name not in contract.VARIANTS)
+EXCHANGES = tuple(name for name in contract.CASES if name not in contract.VARIANTS)
 FEW = contract.REPRESENTATIVES
 # Numbers of processes and of devices of each, and cases. In each layout a system's variants send as
 # the system does, and with two devices each its messages go as those of a representative.
 LAYOUTS = [
-    pytest.param(4, 1, SYSTEMS, id="4 processes"),
+    pytest.param(4, 1, EXCHANGES, id="4 processes"),
     pytest.param(2, 2, FEW, id="2 devices each"),
 ]
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from at_density import settings_at
-from cases import CASES
 from contract import each
 from fuzzing import SUPPORTS, Data, Leaf, Program, check, compiled
-from table import SYSTEMS
+from table import EXCHANGES
 from training import stepped
 from workers import some
 
@@ -36,7 +35,7 @@ BUDGETS = {
     "qsgd": lambda share, d: {"rounding": "nearest"},
     "demo": lambda share, d: {"k": max(1, round(64 * share)), "chunk": 8, "decay": 1.0},
 }
-NAMES = sorted(SYSTEMS)
+NAMES = sorted(EXCHANGES)
 DATA = [
     Data(
         seed=i,
@@ -64,7 +63,7 @@ def transformation(name, size, bucket_size=None):
     settings = budget(name, 1e-3, size)
     if "block_size" in settings:
         settings["block_size"] = 256
-    return SYSTEMS[name].transformation(**settings, momentum=0.9, bucket_size=bucket_size)
+    return EXCHANGES[name].transformation(**settings, momentum=0.9, bucket_size=bucket_size)
 
 
 HUGE = {
@@ -87,7 +86,7 @@ def test_more_elements_than_an_int32_counts(name):
     assert size > MOST
     updates, state = traced(transformation(name, size, bucket_size=MOST), HUGE)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, HUGE)
-    has_whole_leaves = SYSTEMS[name].reducer(**CASES[name][""].small).whole_leaves
+    has_whole_leaves = EXCHANGES[name].reducer(**EXCHANGES[name].cases[""].small).whole_leaves
     assert len(optax.tree.get(state, "reducers")) == (1 if has_whole_leaves else 2)
     if name == "dense" or has_whole_leaves:
         return  # no index counts elements
@@ -136,7 +135,7 @@ def test_a_tree_of_empty_arrays_is_refused():
 
 def test_more_than_there_is_is_refused():
     for name in NAMES:
-        make = SYSTEMS[name].transformation
+        make = EXCHANGES[name].transformation
         if {"density", "reducer"} & set(inspect.signature(make).parameters):
             for share in (0.0, 1.5):
                 with pytest.raises(ValueError, match=rf"density={share}"):

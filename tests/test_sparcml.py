@@ -7,7 +7,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from at_density import one_in
+from table import one_in
 from workers import by_step, feedback_loop, on_workers, rows, some
 
 from jaxsparse import codecs, collectives

@@ -7,21 +7,23 @@ import inspect
 import re
 from pathlib import Path
 
-import cases
 import contract
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from at_density import reducer_at
 from jax.sharding import PartitionSpec as P
-from table import SYSTEMS
-from workers import mesh, some
+from table import EXCHANGES, Row
+from workers import by_step, feedback_loop, mesh, some
 
 import jaxsparse
 from jaxsparse import contrib, exchange, exchanges, reducers, traffic
+from jaxsparse.arrays.settings import Density
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import Options, Settings
-from jaxsparse.reducers import Reducer
+from jaxsparse.reducers import Kept, Reducer, Sums
 
 # Those whose reducers are made from other settings than their own, or whose options differ, and one
 # of the others.
@@ -33,11 +35,11 @@ ROWS = [
         id="_".join(filter(None, (name, variant))),
         marks=[pytest.mark.slow] if variant or name not in USUAL else [],
     )
-    for name, system in SYSTEMS.items()
-    for variant, case in cases.CASES[name].items()
+    for name, system in EXCHANGES.items()
+    for variant, case in EXCHANGES[name].cases.items()
 ]
 GRADIENTS = {"kernel": jnp.ones((40, 32)), "bias": jnp.ones(7)}
-systems = pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+systems = pytest.mark.parametrize("system", EXCHANGES.values(), ids=EXCHANGES)
 
 
 def test_each_exchange_has_a_row_and_cases():
@@ -48,7 +50,7 @@ def test_each_exchange_has_a_row_and_cases():
         for name, x in vars(module).items()
         if inspect.isfunction(x) and x is not jaxsparse.exchange
     }
-    assert functions - {"static_bool"} == {*SYSTEMS} == {*cases.CASES}
+    assert functions - {"static_bool"} == {*EXCHANGES}
     is_own = lambda x: isinstance(x, type) and issubclass(x, Reducer) and not inspect.isabstract(x)
     made = {type(case.reducer) for case in contract.CASES.values()} | {reducers.Staged}
     folders = [Path(module.__file__).parent for module in (reducers, contrib)]
@@ -60,7 +62,7 @@ def test_each_exchange_has_a_row_and_cases():
 
 
 def test_transformations_are_public():
-    for name, system in SYSTEMS.items():
+    for name, system in EXCHANGES.items():
         if system.path == f"jaxsparse.{name}":
             assert name in jaxsparse.__all__
 
@@ -69,7 +71,7 @@ def test_transformations_are_public():
 def test_signatures_show_the_settings_of_the_reducer(system):
     """With their defaults. A setting that a function left out could not be given."""
     parameters = inspect.signature(system.transformation).parameters
-    reducer = system.reducer(**cases.CASES[system.name][""].small)
+    reducer = system.reducer(**system.cases[""].small)
     doc = system.transformation.__doc__
     if (
         f"See `reducers.{type(reducer).__name__}`" in doc
@@ -98,7 +100,7 @@ def test_all_options_are_described_once():
 @systems
 def test_an_option_that_there_is_not_is_refused(system):
     with pytest.raises(TypeError, match="'axis'"):
-        system.transformation(**cases.CASES[system.name][""].small, axis=None)
+        system.transformation(**system.cases[""].small, axis=None)
 
 
 MEANT = [
@@ -141,11 +143,11 @@ def test_an_exchange_tells_what_it_is_and_outlives_trees():
     assert jaxsparse.partition({"kernel": reducers.TopK(0.1)}).reducer is None
 
 
-@pytest.mark.parametrize("name", some(SYSTEMS, ["spardl", "sketched_sgd", "demo"]))
+@pytest.mark.parametrize("name", some(EXCHANGES, ["spardl", "sketched_sgd", "demo"]))
 def test_updates_are_typed_as_equal_in_a_shard_map_of_ones_own(name):
     """So JAX, which checks types there (check_vma), allows adding them to replicated parameters."""
-    small = cases.CASES[name][""].small
-    tx = optax.chain(SYSTEMS[name].transformation(**small), optax.sgd(0.1))
+    small = EXCHANGES[name].cases[""].small
+    tx = optax.chain(EXCHANGES[name].transformation(**small), optax.sgd(0.1))
     state = jax.eval_shape(lambda: jaxsparse.shard(tx.init(GRADIENTS), 4))
     specs = jaxsparse.specs(state)
 
@@ -226,3 +228,49 @@ def test_bytes_are_those_of_the_formula_that_users_read(system):
     except (NameError, SyntaxError) as error:
         pytest.fail(f"{system.received!r} is no formula of {[*names]} ({error}): see IN_WORDS")
     assert received == pytest.approx(expected, rel=0.01)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns(Reducer):
+    """Sends a share of the coordinates, another one in each step."""
+
+    density: Density
+
+    def init(self, size):
+        return jnp.int32(0)
+
+    def reduce(self, x, state, axis_name):
+        sent = (jnp.arange(x.size) + state) % round(1 / self.density) == 0
+        total = wire.psum(jnp.where(sent, x, 0), axis_name)
+        return Sums(total, x.size), Kept(jnp.where(sent, 0, x), sent, state + 1)
+
+
+def turns(gradients, density):
+    """Its slow twin: means of steps, from float64[STEPS, W, d]."""
+    residual, means = np.zeros_like(gradients[0]), []
+    for t, step in enumerate(gradients):
+        residual = residual + step
+        sent = (np.arange(residual.shape[1]) + t) % round(1 / density) == 0
+        means.append(np.where(sent, residual, 0).mean(0))
+        residual = np.where(sent, 0, residual)
+    return np.array(means)
+
+
+def test_a_new_reducer_is_a_file_a_twin_and_a_row():
+    """CONTRIBUTING says so. What a row leaves out suits a reducer with a density."""
+    row = Row(lambda density, **options: exchange(Turns(density), **options), "in turns", "8 d")
+    for settings in row.cases[""]:
+        results = feedback_loop(row.reducer(**settings), 3)(
+            jnp.asarray(contract.gradients(3).swapaxes(0, 1))
+        )
+        contract.check_laws(row.reducer(**settings), results, 3)
+    reducer = row.reducer(**row.at_density(0.25, contract.SIZE, 0))
+    assert reducer == Turns(0.25)
+    given = contract.gradients(3)
+    results = feedback_loop(reducer, 3)(jnp.asarray(given.swapaxes(0, 1)))
+    found = np.array([reduced.mean[0] for _, reduced in by_step(results)])
+    np.testing.assert_array_equal(found, turns(given.astype(np.float64), 0.25))
+    tx = row.transformation(0.25, momentum=0.9, workers=2)
+    rows = jax.tree.map(lambda x: jnp.stack([x, x]), GRADIENTS)
+    updates, _ = tx.update(rows, tx.init(GRADIENTS), GRADIENTS)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, GRADIENTS)

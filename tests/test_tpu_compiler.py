@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from table import SYSTEMS
+from table import EXCHANGES
 
 import jaxsparse
 
@@ -35,7 +35,7 @@ def mesh():
 @pytest.mark.parametrize("name", ["spardl", "powersgd"])
 def test_a_leaf_of_few_columns_does_not_pad_its_bucket(name, mesh):
     """An array's last axis takes 128 lanes, so a bucket as rows of 4 takes 32 times its bytes."""
-    make = SYSTEMS[name].transformation
+    make = EXCHANGES[name].transformation
     shapes = {"w": (1000, 1024), "norm": (500, 4)}
     at = lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
     params = {n: at(P(), jax.ShapeDtypeStruct(s, jnp.float32)) for n, s in shapes.items()}

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES
-from table import SYSTEMS
+from table import EXCHANGES
 from workers import some
 
 W, SHAPE = 2, (48, 40)
@@ -14,8 +13,8 @@ SEEN = np.random.default_rng(1).permutation(48) % 3 > 0
 MOVES = ["quantized int2", "quantized sign", "sign_sgd ", "demo ", "powersgd ", "s2_reducer wide"]
 CHOICES = {
     f"{name} {variant}": (name, case.small)
-    for name, of in CASES.items()
-    for variant, case in of.items()
+    for name, row in EXCHANGES.items()
+    for variant, case in row.cases.items()
 }
 for name in ("int2", "sign", "ternary", "int4", "e3m0", "float8_e5m2"):
     CHOICES[f"quantized {name}"] = "quantized", {"format": name, "group_size": 64}
@@ -33,7 +32,7 @@ def gradients(step):
 @pytest.mark.parametrize("choice", some(CHOICES, MOVES + STAY))
 def test_what_has_no_gradient_stays_or_is_known_to_move(choice):
     name, settings = CHOICES[choice]
-    tx = SYSTEMS[name].transformation(**settings, workers=W)
+    tx = EXCHANGES[name].transformation(**settings, workers=W)
     params = {"table": jnp.zeros(SHAPE)}
     state, update = tx.init(params), jax.jit(tx.update)
     moved = np.zeros(SHAPE)

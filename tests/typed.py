@@ -31,4 +31,3 @@ def settings_are_seen() -> None:
     jaxsparse.spardl("1 %")  # type: ignore[arg-type]
     jaxsparse.spardl(0.01, gather="tree")  # type: ignore[arg-type]
     jaxsparse.spardl(0.01, delay=2)  # type: ignore[arg-type]
-    jaxsparse.partition({}, is_dense=None)  # type: ignore[call-arg]
