@@ -7,8 +7,8 @@ memory, over a link of 1 ms on which a dense exchange takes this many times as l
 cell is the planner's choice within a cost, and how many times as fast as dense gradients it is.
 """
 
-from jaxsparse import Link
-from jaxsparse.planner import Plan, plan
+from jaxsparse import Link, plan
+from jaxsparse.planner.planning import Plan
 
 PARAMS, WORKERS, STEPS = 10**9, 8, 100_000
 RATIOS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # time of a dense exchange over that of a step

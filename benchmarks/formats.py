@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import timing
 
-from jaxsparse.quantize import QSGD, Format, FormatName, Quantizer, dequantize, quantize
+from jaxsparse.quantize import QSGD, Format, Quantizer, dequantize, quantize
+from jaxsparse.quantize.formats import FormatName
 
 FORMATS: dict[str, Quantizer] = {
     "bfloat16": Format("bfloat16"),

@@ -1,7 +1,7 @@
 """The map of what `frontier.py` trained: losses, bytes, and what dominates what.
 
 Bytes are those of each exchange's collectives, traced for 2, 4, 8 and 20 workers. `--export FILE`
-writes how runs ended: the costs of `jaxsparse.planner.RECIPES` are from there.
+writes how runs ended: the costs of `jaxsparse.planner.recipes.RECIPES` are from there.
 
     python benchmarks/frontier_map.py
     python benchmarks/frontier_map.py --steps 600

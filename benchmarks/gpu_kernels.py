@@ -28,6 +28,7 @@ import jaxsparse
 from jaxsparse import codecs, contrib, quantize, select, shard, sketch
 from jaxsparse.arrays.stream import to_dense
 from jaxsparse.outer.parallel import run_on_workers
+from jaxsparse.quantize import packing
 
 # A program with its arguments.
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -210,7 +211,7 @@ class Inputs:
                 lambda q: quantize.dequantize(q, qsgd, size),
                 (quantize.quantize(x, qsgd, None),),
             ),
-            "pack": Kernel(packed, lambda levels: quantize.pack(levels, qsgd.bits), (levels,)),
+            "pack": Kernel(packed, lambda levels: packing.pack(levels, qsgd.bits), (levels,)),
             "group_top_k": Kernel(4 * size + 8 * count, of_chunks, (x,)),
             "2-bit entries": Kernel((8 + 14 / 8) * count, encode, (chunks,)),
             "2-bit entries, back": Kernel(

@@ -52,7 +52,9 @@ def received_words(tx: optax.GradientTransformation, hidden: int) -> int:
     """Words of compressed leaves that a worker receives in a step, as traced for devices."""
     params = spardl.init(0, hidden)
     moved = jaxsparse.traffic.traced_bytes(tx, params, WORKERS).received
-    uncompressed = jaxsparse.layout.plan(params).dense_size + 1  # 1: the flag that all are finite
+    uncompressed = (
+        jaxsparse.arrays.layout.layout_of(params).dense_size + 1
+    )  # 1: the flag that all are finite
     return round(moved / 4 - 2 * (WORKERS - 1) / WORKERS * uncompressed)
 
 

@@ -67,7 +67,7 @@ def methods(size: int, args: argparse.Namespace) -> list[Method]:
 
 
 def sweep(args: argparse.Namespace) -> None:
-    (size,) = jaxsparse.layout.plan(spardl.init(0, args.hidden)).bucket_sizes
+    (size,) = jaxsparse.arrays.layout.layout_of(spardl.init(0, args.hidden)).bucket_sizes
     print(spardl.head())
     for method in methods(size, args):
         if method.reducer is None:

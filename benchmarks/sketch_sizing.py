@@ -75,7 +75,7 @@ Row = tuple[str, Any, float]  # name, system, and the share of the residual that
 
 def rows(hidden: int, ratio: float, dtypes: list[str]) -> Iterator[Row]:
     """The systems to compare at one ratio."""
-    layout = jaxsparse.layout.plan(spardl.init(0, hidden))
+    layout = jaxsparse.arrays.layout.layout_of(spardl.init(0, hidden))
     (size,), dense = layout.bucket_sizes, layout.dense_size
     usual = SketchedSGD(ratio)
     k, _ = usual.sized(size, dense)

@@ -132,7 +132,7 @@ def train(
 
     best = rates.tuned(lambda rate: statistics.mean(loss for loss, *_ in results(rate)), args.lr)
     losses, accuracies, hs = map(list, zip(*results(best)))
-    layout = jaxsparse.layout.plan(init(0, args.hidden))
+    layout = jaxsparse.arrays.layout.layout_of(init(0, args.hidden))
     words = int(sent.payload) // 4 - layout.dense_size - 1  # 1: the flag of finite gradients
     return Outcome(best, losses, accuracies, statistics.mean(hs), words, sent.rounds - 1)
 
@@ -206,7 +206,7 @@ def compare_codecs(args: argparse.Namespace) -> None:
 
 def compare_teams(args: argparse.Namespace) -> None:
     """Shows what teams cost and save (the paper's figures 13 and 14), by any number of workers."""
-    (size,) = jaxsparse.layout.plan(init(0, args.hidden)).bucket_sizes
+    (size,) = jaxsparse.arrays.layout.layout_of(init(0, args.hidden)).bucket_sizes
     print(f"words: of B-SAG at the h of the last step\n\n{head('rounds')}")
     show("dense", train(jaxsparse.dense(momentum=args.momentum), args), "")
     for workers in args.workers:

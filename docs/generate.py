@@ -45,6 +45,7 @@ MODULES = {
     "jaxsparse.arrays.layout": "Gradient trees and flat buckets",
     "jaxsparse.feedback": "Error feedback",
     "jaxsparse.training.diagnostics": "Diagnostics",
+    "jaxsparse.training.checksums": "Checksums of saved states",
 }
 # Pages that are Markdown files of the repository.
 COPIES = {
@@ -68,6 +69,8 @@ def public_names(name: str) -> list[str]:
     """The public names of a module: `__all__`, `from m import x as x`, and its own definitions."""
     module = importlib.import_module(name)
     source = ast.parse(inspect.getsource(module)).body
+    if hasattr(module, "__all__") and name != "jaxsparse":
+        return sorted(module.__all__, key=str.lower)
     names = list(getattr(module, "__all__", ()))
     for node in source:
         if isinstance(node, ast.ImportFrom):

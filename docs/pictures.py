@@ -33,7 +33,7 @@ from frontier import SIZES, Results
 from frontier_map import rows, undominated
 from recipes import load_ends
 
-from jaxsparse.planner import Link, plan
+from jaxsparse import Link, plan
 
 FOLDER = HERE / "pictures"
 INK = "#7a7a7a"  # as far from white as from the site's dark ground

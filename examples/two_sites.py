@@ -66,8 +66,10 @@ def main() -> None:
         if done >= args.steps:
             raise SystemExit(f"{args.save} has step {done}: give more --steps, or another --save")
         if done:
-            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, jaxsparse.with_checksums(state))
-            state = jaxsparse.verified(saved.restore(done, args=ocp.args.StandardRestore(like)))
+            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, jaxsparse.checksums.add(state))
+            state = jaxsparse.checksums.verify(
+                saved.restore(done, args=ocp.args.StandardRestore(like))
+            )
             print(f"goes on after step {done}")
         for t, batch in enumerate(digits.batches(train_set, batch_size, args.steps, args.seed)):
             if t < done:
@@ -77,7 +79,7 @@ def main() -> None:
                 print(f"step {t + 1}: losses of the sites {losses}", end="")
                 print(f", {int(state.skipped)} exchanges skipped")
             if (t + 1) % args.keep == 0:
-                whole = jaxsparse.with_checksums(state)
+                whole = jaxsparse.checksums.add(state)
                 saved.save(t + 1, args=ocp.args.StandardSave(whole))
     report(train, state, jax.device_put(batch, share), mesh, args)
     params = train.finish(state, args.steps).params

@@ -22,7 +22,6 @@ from jaxsparse import (
     sketch as sketch,
     traffic as traffic,
 )
-from jaxsparse.arrays import blocks as blocks, layout as layout, stream as stream
 from jaxsparse.arrays.settings import Stages
 from jaxsparse.comm.links import Link
 from jaxsparse.comm.marks import PerWorker, specs
@@ -50,8 +49,8 @@ from jaxsparse.planner.planning import plan
 from jaxsparse.processes.failing import fail_at_once
 from jaxsparse.reducers.stages import warm_up
 from jaxsparse.traffic import wire_bytes
+from jaxsparse.training import checksums as checksums
 from jaxsparse.training.check import check
-from jaxsparse.training.checksums import verified, with_checksums
 from jaxsparse.training.diagnostics import diagnose
 from jaxsparse.training.gradients import grad, value_and_grad
 from jaxsparse.training.means import mean_of
@@ -102,11 +101,9 @@ __all__ = [
     "top_k",
     "true_top_k",
     "value_and_grad",
-    "verified",
     "warm_up",
     "watch",
     "wire_bytes",
-    "with_checksums",
     "zero1",
 ]
 

@@ -24,6 +24,7 @@ from jaxsparse import PerWorker, codecs, quantize, reducers
 from jaxsparse.comm import wire
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.feedback.options import Options
+from jaxsparse.quantize import formats
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.select.top_k import Bisection, Sampled
 
@@ -356,11 +357,11 @@ def _qsgd(rng, size, workers):
 
 
 def _quantized(rng, size, workers):
-    name = str(_pick(rng, *get_args(quantize.FormatName)))
+    name = str(_pick(rng, *get_args(formats.FormatName)))
     return {
         "format": name,
         "group_size": int(_pick(rng, 2, 32, 256, 1024)),
-        "scale": _pick(rng, *get_args(quantize.Scale)),
+        "scale": _pick(rng, *get_args(formats.Scale)),
         "gather": bool(not rng.integers(4)),
     }
 

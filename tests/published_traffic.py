@@ -1,7 +1,7 @@
 """Formulas for the rounds and words of the exchanges: the papers', with this library's room.
 
 Compiled and traced programs are held against them. An all-gather has the rounds of a tree,
-ceil(log2 W), as the papers count them. `jaxsparse.planner.rounds` has the rounds that libraries
+ceil(log2 W), as the papers count them. `jaxsparse.comm.links.rounds` has the rounds that libraries
 build.
 """
 

@@ -7,14 +7,13 @@ from jaxsparse.arrays.hashing import bounded, combine
 
 
 def hash_extract(x, threshold, slots, slot_of):
-    """DRAGONN, Alg. 1: indices (d for an empty slot), values, and how many passed."""
+    """DRAGONN, Alg. 1: indices (d for an empty slot) and values."""
     x = np.asarray(x)
-    indices, values, passed = np.full(slots, len(x)), np.zeros(slots, x.dtype), 0
+    indices, values = np.full(slots, len(x)), np.zeros(slots, x.dtype)
     for i in range(len(x)):
         if abs(np.float32(x[i])) >= threshold:
-            passed += 1
             indices[slot_of[i]], values[slot_of[i]] = i, x[i]
-    return indices, values, passed
+    return indices, values
 
 
 def random_sets(size, slots, seed, min_tile=2**14):

@@ -7,14 +7,15 @@ import orbax.checkpoint as ocp
 import pytest
 from workers import mesh
 
-from jaxsparse import PerWorker, reshard, shard, verified, with_checksums
+from jaxsparse import PerWorker, reshard, shard
+from jaxsparse.training.checksums import add, verify
 
 DTYPES = ("bool", "int4", "int8", "uint16", "int32", "int64", "float8_e4m3fn", "bfloat16")
 DTYPES += ("float32", "float64", "complex64", "complex128")
 
 
 def sums(tree):
-    return np.asarray(with_checksums(tree).checksums).tolist()
+    return np.asarray(add(tree).checksums).tolist()
 
 
 def test_every_element_and_no_placement_counts():
@@ -26,7 +27,7 @@ def test_every_element_and_no_placement_counts():
         expected = sums(tree)
         assert sums(host) == expected
         marked = {name: PerWorker(x) if x.ndim == 3 else x for name, x in host.items()}
-        split = with_checksums(shard(marked, mesh(4)))
+        split = add(shard(marked, mesh(4)))
         assert np.asarray(split.checksums).tolist() == expected
         assert split.checksums.sharding.is_fully_replicated
         assert len(split.checksums.sharding.device_set) == 4
@@ -56,7 +57,7 @@ def test_on_explicit_axes():
     explicit = mesh(4, jax.sharding.AxisType.Explicit)
     x = np.arange(24, dtype=np.float32).reshape(8, 3)
     cut = jax.device_put(x, jax.NamedSharding(explicit, jax.P("data")))
-    assert verified(with_checksums({"x": cut}))["x"] is cut
+    assert verify(add({"x": cut}))["x"] is cut
     assert sums([cut]) == sums([x])
 
 
@@ -70,17 +71,17 @@ def test_flipped_bits_of_a_checkpoint_are_named(tmp_path, workers):
     }
     state = shard(jax.tree.map(jnp.float32, state), mesh(4))
     with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=ocp.args.StandardSave(with_checksums(state)))
+        manager.save(1, args=ocp.args.StandardSave(add(state)))
         manager.wait_until_finished()
 
         def restored():
             if workers == 3:  # arrays in host memory, to be carried over
-                like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), with_checksums(state))
+                like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), add(state))
             else:
-                like = jax.tree.map(ocp.utils.to_shape_dtype_struct, with_checksums(state))
+                like = jax.tree.map(ocp.utils.to_shape_dtype_struct, add(state))
             return manager.restore(1, args=ocp.args.StandardRestore(like))
 
-        found = verified(restored())
+        found = verify(restored())
         jax.tree.map(np.testing.assert_array_equal, found, state)
         assert reshard(found, mesh(workers))["residual"].value.shape == (workers, 600)
         folder = (tmp_path / "1").glob("**/d/*")
@@ -91,13 +92,13 @@ def test_flipped_bits_of_a_checkpoint_are_named(tmp_path, workers):
         with pytest.raises(
             ValueError, match=r"1 of 3 arrays is not as saved, such as leaf\['resid"
         ):
-            verified(restored())
+            verify(restored())
 
 
 def test_a_tree_restored_by_name_is_verified_too():
     state = (jnp.ones(2), {"z": jnp.zeros(3), "a": jnp.ones(1)})
-    saved = with_checksums(state)
+    saved = add(state)
     by_name = {"checksums": saved.checksums, "state": {"0": state[0], "1": state[1]}}
-    assert verified(by_name) is by_name["state"]
+    assert verify(by_name) is by_name["state"]
     with pytest.raises(ValueError, match="the state has 1 arrays and 3 checksums"):
-        verified(saved._replace(state=jnp.ones(2)))
+        verify(saved._replace(state=jnp.ones(2)))

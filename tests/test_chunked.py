@@ -14,7 +14,7 @@ from jaxsparse import codecs, exchange, select, traffic
 from jaxsparse.arrays.bits import field_words, pack_fields, unpack_bits, unpack_fields
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.contrib import GTopK, OkTopk
-from jaxsparse.quantize import entry_values
+from jaxsparse.quantize.entries import entry_values
 from jaxsparse.reducers import ChunkedTopK, SparCML, SparDL, TopK
 
 VALUES = np.float32([0.9, -1.1, 0.5, -0.6, 1.4, -0.4, 0.7, -0.8])

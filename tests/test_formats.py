@@ -22,16 +22,14 @@ from jaxsparse.collectives import quantized_all_reduce
 from jaxsparse.quantize import (
     QSGD,
     Format,
-    FormatName,
     Quantizer,
-    Scale,
     dequantize,
     from_message,
     quantize,
     to_message,
-    unpack,
 )
-from jaxsparse.quantize.packing import digit_words, pack_digits, unpack_digits
+from jaxsparse.quantize.formats import FormatName, Scale
+from jaxsparse.quantize.packing import digit_words, pack_digits, unpack, unpack_digits
 from jaxsparse.reducers.quantized import GatheredQuantized, Quantized
 
 NAMES, SCALES = get_args(FormatName), get_args(Scale)

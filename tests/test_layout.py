@@ -37,7 +37,7 @@ def test_round_trip(shapes, limit, dense):
     tree = tree_of(shapes)
     if not sum(leaf.size for leaf in tree.values()):
         return
-    plan = layout.plan(
+    plan = layout.layout_of(
         tree, is_dense=lambda path, shape: int(path[2:-2]) in dense, bucket_size=limit
     )
 
@@ -76,18 +76,18 @@ def test_default_rule_leaves_vectors_and_small_leaves_dense():
         "conv": jnp.zeros((3, 3, 16, 16)),
         "empty": jnp.zeros((0, 5)),
     }
-    plan = layout.plan(tree)
+    plan = layout.layout_of(tree)
     assert plan.bucket_sizes == (32 * 32 + 9 * 256,)
     assert plan.dense_size == 1 + 4096 + 31 * 33
 
 
 def test_plan_needs_only_shapes():
     tree = {"w": jnp.ones((40, 40)), "b": jnp.ones(3, jnp.bfloat16)}
-    assert layout.plan(jax.eval_shape(lambda: tree)) == layout.plan(tree)
+    assert layout.layout_of(jax.eval_shape(lambda: tree)) == layout.layout_of(tree)
 
 
 def test_bucket_size_may_be_numpys():
-    sizes = layout.plan({"w": jnp.ones((40, 40))}, bucket_size=np.int64(800)).bucket_sizes
+    sizes = layout.layout_of({"w": jnp.ones((40, 40))}, bucket_size=np.int64(800)).bucket_sizes
     assert sizes == (800, 800)
 
 
@@ -104,7 +104,7 @@ def test_sums_of_narrowed_values_never_overflow(dtype, summands):
 
 def test_a_leaf_of_more_than_2_to_the_31_elements_can_be_planned():
     tree = {"embedding": jax.ShapeDtypeStruct((2**16, 2**16), jnp.bfloat16)}
-    assert layout.plan(tree, bucket_size=2**30).bucket_sizes == (2**30,) * 4
+    assert layout.layout_of(tree, bucket_size=2**30).bucket_sizes == (2**30,) * 4
 
 
 @given(
@@ -132,7 +132,7 @@ def test_split_evenly_is_proportional(total, weights):
 )
 def test_errors(tree, settings, message):
     with pytest.raises(ValueError, match=message):
-        layout.plan(tree, **settings)
+        layout.layout_of(tree, **settings)
 
 
 @pytest.mark.parametrize("way", ["vmap", "shard_map"])

@@ -14,13 +14,8 @@ from workers import mesh
 import jaxsparse
 from jaxsparse import Link
 from jaxsparse.arrays.layout import small_or_vector
-from jaxsparse.planner import (
-    measure_network,
-    measuring,
-    rounds,
-    select_tensors,
-    time_codec,
-)
+from jaxsparse.comm.links import rounds
+from jaxsparse.planner import measure_network, measuring, select_tensors, time_codec
 
 OPS = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
 

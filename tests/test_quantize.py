@@ -11,15 +11,9 @@ import numpy as np
 import pytest
 from workers import WAYS, on_workers, rows, some
 
-from jaxsparse.quantize import (
-    QSGD,
-    QuantizedVector,
-    check_feedback,
-    dequantize,
-    pack,
-    quantize,
-    unpack,
-)
+from jaxsparse.quantize import QSGD, dequantize, quantize
+from jaxsparse.quantize.packing import pack, unpack
+from jaxsparse.quantize.quantizer import QuantizedVector, check_feedback
 
 BITS = (2, 4, 8)
 every_spec = pytest.mark.parametrize(

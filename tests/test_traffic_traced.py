@@ -33,7 +33,7 @@ from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
 from jaxsparse.contrib import GTopK
 from jaxsparse.outer.parallel import run_on_workers
-from jaxsparse.planner import Moved
+from jaxsparse.planner.planning import Moved
 from jaxsparse.reducers import SparDL, TopK
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.traffic import traced_bytes, wire_bytes

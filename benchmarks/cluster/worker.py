@@ -19,7 +19,7 @@ from namespaces import Rate
 from programs import Loaded, Program, Store, arguments, program
 from records import Records
 
-from jaxsparse import fail_at_once, planner, traffic
+from jaxsparse import Link, fail_at_once, planner, traffic
 from jaxsparse.comm import wire
 
 _LEAST = 3  # least number of repetitions
@@ -101,7 +101,7 @@ class Bench:
         moved = (counters() - before - (repeats + 1) * self._barrier_bytes) / repeats
         return self.everyone(seconds).max(axis=0), self.everyone(moved)
 
-    def measure(self, cell: Cell, store: Store, link: planner.Link) -> dict[str, Any]:
+    def measure(self, cell: Cell, store: Store, link: Link) -> dict[str, Any]:
         """Measures a cell. Returns its row."""
         began, before = time.monotonic(), busy()
         made = program(cell, self.mesh, alone=False)
@@ -128,7 +128,7 @@ class Bench:
             "predicted_seconds": predicted,
             "measured_over_predicted": middle / predicted,
             "collectives": loaded.moved.rounds,
-            "messages": planner.Moved.counted(loaded.moved).messages,
+            "messages": Moved.counted(loaded.moved).messages,
             "received_bytes": loaded.moved.received,
             "interface_sent_bytes": float(sent),
             "interface_received_bytes": float(received),
@@ -154,7 +154,7 @@ def counters() -> np.ndarray:
 _LEAST_SHARE = 0.5
 
 
-def fitted(link: planner.Link, rate: Rate) -> planner.Link:
+def fitted(link: Link, rate: Rate) -> Link:
     """The measured link with a bandwidth that it can have.
 
     The rate of a shaped link is known. On a busy machine, where messages wait for a core, a fit to
@@ -166,12 +166,12 @@ def fitted(link: planner.Link, rate: Rate) -> planner.Link:
     return dataclasses.replace(link, bandwidth=bandwidth)
 
 
-def usual_seconds(moved: traffic.WireBytes, link: planner.Link) -> float:
+def usual_seconds(moved: traffic.WireBytes, link: Link) -> float:
     """Seconds of a program in which each conditional takes its cheapest branch.
 
     The dear branches, in which Ok-Topk takes new thresholds, are taken in one step of 32.
     """
-    return link.seconds(*planner.Moved.counted(moved.usual))
+    return link.seconds(*Moved.counted(moved.usual))
 
 
 def busy() -> np.ndarray:

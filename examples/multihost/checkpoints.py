@@ -146,7 +146,7 @@ class Checkpoints:
             self._say(f"no checkpoint in {self._directory}: from the start")
             return fresh, start
 
-        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, jaxsparse.with_checksums(fresh))
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, jaxsparse.checksums.add(fresh))
         jax.tree.map(lambda x: x.delete(), fresh)
         damaged: dict[int, DamagedError] = {}
         while step is not None:
@@ -211,7 +211,7 @@ class Checkpoints:
         )
         handler = ocp.StandardCheckpointHandler()
         restored = _read(lambda: handler.restore(folder / "state", args=arguments))
-        state = _read(lambda: jaxsparse.verified(restored))
+        state = _read(lambda: jaxsparse.checksums.verify(restored))
         return (jaxsparse.reshard(state, mesh) if has_moved else state), progress
 
     def _compare(
@@ -248,7 +248,7 @@ class Checkpoints:
         self._manager.save(
             progress.step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(jaxsparse.with_checksums(state)),
+                state=ocp.args.StandardSave(jaxsparse.checksums.add(state)),
                 progress=ocp.args.JsonSave({**saved, "crc32": _crc32(saved)}),
             ),
             force=True,

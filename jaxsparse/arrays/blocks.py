@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse.arrays.settings import static_int
 
-__all__ = ["BlockStream", "check_block_size", "count", "from_dense", "non_zero", "rows", "to_dense"]
+__all__ = ["BlockStream", "from_dense", "non_zero", "to_dense"]  # what users meet
 
 
 class BlockStream(NamedTuple):

@@ -21,6 +21,8 @@ from jaxsparse.arrays.magnitude import LARGEST, clipped
 from jaxsparse.arrays.platforms import by_platform, kept_flat
 from jaxsparse.arrays.settings import static_int
 
+__all__ = ["Layout", "layout_of", "small_or_vector"]  # what users meet
+
 # A bucket as arrays, one for each leaf or part of a leaf in it. The array of a leaf is [1, *shape],
 # and that of a part is flat. Adding piece by piece avoids joined buckets, which XLA would build
 # first and keep in memory. XLA also writes a sum over a summand of the same shape, and accumulators
@@ -68,7 +70,7 @@ class _Piece(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A static plan for one tree structure; make it with `plan` or `plan_groups`."""
+    """A static plan for one tree structure; make it with `layout_of` or `plan_groups`."""
 
     treedef: Any
     paths: tuple[str, ...]
@@ -208,7 +210,7 @@ def _size(pieces: Sequence[_Piece]) -> int:
     return sum(stop - start for _, start, stop in pieces)
 
 
-def plan(
+def layout_of(
     tree: Any,
     *,
     is_dense: IsDense = small_or_vector,
@@ -230,7 +232,7 @@ def plan(
         The layout. Bucket sizes differ by less than twice the alignment, that is, by at most one
         element if it is 1.
 
-    >>> layout = plan({"bias": jnp.zeros(8), "kernel": jnp.zeros((64, 32))})
+    >>> layout = layout_of({"bias": jnp.zeros(8), "kernel": jnp.zeros((64, 32))})
     >>> layout.bucket_sizes, layout.dense_size
     ((2048,), 8)
     """
@@ -298,15 +300,15 @@ def plan_groups(
     alignment: Mapping[Hashable, int] = {},
     whole_leaves: Container[Hashable] = (),
 ) -> Layout:
-    """Plans a layout as `plan` does, with separate buckets for several groups of leaves.
+    """Plans a layout as `layout_of` does, with separate buckets for several groups of leaves.
 
     Args:
-        tree: see `plan`.
+        tree: see `layout_of`.
         groups: the group of each leaf, in the order of `jax.tree.leaves`: any hashable, or None for
             a dense leaf. The layout's `groups` has that of each bucket, in the order of first
             leaves.
-        bucket_size: see `plan`.
-        alignment: alignment of each group, as in `plan`. Default: 1.
+        bucket_size: see `layout_of`.
+        alignment: alignment of each group, as in `layout_of`. Default: 1.
         whole_leaves: groups whose leaves must not straddle buckets. A leaf above the limit then has
             a bucket of its own.
     """

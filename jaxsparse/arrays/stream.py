@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Int, Num, Shaped
 
+__all__ = ["SparseStream", "from_dense", "to_dense"]  # what users meet
+
 Named = Literal["sum", "max", "min", "or"]
 
 

@@ -28,23 +28,8 @@ In the place of `jax.vmap`, `jax.shard_map` runs the same function on a mesh.
 from jaxsparse.codecs.codec import (
     COO as COO,
     Codec as Codec,
-    Coo as Coo,
     bits as bits,
-    check_codec as check_codec,
-    check_local as check_local,
     from_bits as from_bits,
 )
 from jaxsparse.codecs.elias_fano import EliasFano as EliasFano
 from jaxsparse.codecs.packed import Packed as Packed
-
-__all__ = [
-    "COO",
-    "Codec",
-    "Coo",
-    "EliasFano",
-    "Packed",
-    "bits",
-    "check_codec",
-    "check_local",
-    "from_bits",
-]

@@ -11,11 +11,7 @@ streams would need sorts, which cost more on a CPU from a density of 0.3 % on.
 """
 
 from jaxsparse.collectives.messages import AllReduced as AllReduced
-from jaxsparse.collectives.quantized_all_reduce import (
-    quantized_all_gather as quantized_all_gather,
-    quantized_all_reduce as quantized_all_reduce,
-    quantized_reduce_scatter as quantized_reduce_scatter,
-)
+from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce as quantized_all_reduce
 from jaxsparse.collectives.sparcml import (
     all_gather_sum as all_gather_sum,
     dsar_split_allgather as dsar_split_allgather,
@@ -25,4 +21,3 @@ from jaxsparse.collectives.sparcml import (
 )
 from jaxsparse.collectives.spardl import spar_reduce_scatter as spar_reduce_scatter
 from jaxsparse.collectives.union import union as union
-from jaxsparse.comm.wire import Group as Group, bruck_all_gather as bruck_all_gather

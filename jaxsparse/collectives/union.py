@@ -21,7 +21,7 @@ def union(mask: Bool[Array, " blocks"], axis_name: str | None) -> Bool[Array, " 
     if mask.ndim != 1 or mask.dtype != jnp.bool_:
         raise ValueError(
             f"mask has shape {mask.shape} and dtype {mask.dtype}, but must be a bool vector: pass "
-            "x != 0, or jaxsparse.blocks.non_zero(x, block_size)"
+            "x != 0, or jaxsparse.arrays.blocks.non_zero(x, block_size)"
         )
     workers = wire.axis_size(axis_name)
     if not mask.size or axis_name is None:

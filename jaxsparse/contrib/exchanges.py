@@ -89,7 +89,7 @@ def ms_topk(
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1].
-        passes: number of trial thresholds; see `jaxsparse.select.bisection_threshold`.
+        passes: number of trial thresholds; see `jaxsparse.select.bisection_top_k`.
         codec: wire format of the messages.
     """
     return exchange(TopK(density, codec=codec, selection=Bisection(passes)), **options)

@@ -71,7 +71,7 @@ class Dragonn(Gathered, SeededReducer):
             which of those that share a slot is sent is left to chance, so that smaller ones take
             the place of larger ones.
         samples: number of elements from which "hash" estimates its threshold. None: the default of
-            `jaxsparse.select.sampled_threshold`.
+            `jaxsparse.select.sampled_top_k`.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
             rounding in the residual.
     """

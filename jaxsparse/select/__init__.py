@@ -17,43 +17,15 @@ stream has distinct int32 indices, and the values of x there, in its dtype. An e
 d and value 0.
 """
 
-from jaxsparse.arrays.settings import check_k
-from jaxsparse.select.compaction import compact
-from jaxsparse.select.fast import fast_top_k, slot_max
-from jaxsparse.select.groups import block_top_k, group_top_k
-from jaxsparse.select.slots import (
-    Extraction,
-    counted_hash_extract,
-    hash_extract,
-    hash_slots,
-)
-from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
+from jaxsparse.select.compaction import compact as compact
+from jaxsparse.select.fast import fast_top_k as fast_top_k, slot_max as slot_max
+from jaxsparse.select.groups import block_top_k as block_top_k, group_top_k as group_top_k
+from jaxsparse.select.slots import hash_extract as hash_extract
 from jaxsparse.select.top_k import (
-    Bisection,
-    Sampled,
-    bisection_top_k,
-    sampled_top_k,
-    threshold_top_k,
-    top_k,
+    Bisection as Bisection,
+    Sampled as Sampled,
+    bisection_top_k as bisection_top_k,
+    sampled_top_k as sampled_top_k,
+    threshold_top_k as threshold_top_k,
+    top_k as top_k,
 )
-
-__all__ = [
-    "Bisection",
-    "Extraction",
-    "Sampled",
-    "bisection_threshold",
-    "bisection_top_k",
-    "block_top_k",
-    "check_k",
-    "compact",
-    "counted_hash_extract",
-    "fast_top_k",
-    "group_top_k",
-    "hash_extract",
-    "hash_slots",
-    "sampled_threshold",
-    "sampled_top_k",
-    "slot_max",
-    "threshold_top_k",
-    "top_k",
-]

@@ -8,7 +8,6 @@ With a fresh seed at each step, other elements contend, so that none loses for e
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +25,6 @@ from jaxsparse.select.compaction import compact
 _ROOM = 2
 # Number of elements of a step if more than that pass.
 _SCATTERED = 2**16
-
-
-class Extraction(NamedTuple):
-    """The entries that `hash_extract` keeps, and the number that passed."""
-
-    stream: SparseStream  # m slots
-    passed: Int[Array, ""]  # int32: number of entries, with those that lost their slots
 
 
 def hash_extract(
@@ -64,22 +56,6 @@ def hash_extract(
     >>> sorted(stream.indices.tolist())
     [1, 3]
     """
-    return counted_hash_extract(x, threshold, slots, seed=seed, expected=expected).stream
-
-
-def counted_hash_extract(
-    x: Float[Array, " d"],
-    threshold: Float[Array, ""] | float,
-    slots: int,
-    *,
-    seed: Integer[Array, ""] | int = 0,
-    expected: int | None = None,
-) -> Extraction:
-    """`hash_extract`, and the number of elements that passed, with those that lost their slots.
-
-    >>> counted_hash_extract(jnp.array([1.0, -5.0, 4.0]), 4, 1).passed.item()
-    2
-    """
     check_vector("x", x)
     slots = check_slots(slots, x.size)
     if jnp.ndim(threshold):
@@ -109,7 +85,7 @@ def _hash_extract(
     seed: UInt32[Array, ""],
     *,
     room: int,
-) -> Extraction:
+) -> SparseStream:
     slot_of = lambda i: hash_slots(i, slots, seed)
     return _extract(x, threshold, slots, slot_of, like=(x, threshold, seed), room=room)
 
@@ -121,22 +97,22 @@ def _extract(
     slot_of: Callable[[Int[Array, " n"]], Int[Array, " n"]],
     like: tuple[Array, ...],
     room: int,
-) -> Extraction:
-    """`counted_hash_extract` with any hash, `slot_of`. A CPU hashes `room` elements at most."""
+) -> SparseStream:
+    """`hash_extract` with any hash, `slot_of`. A CPU hashes `room` elements at most."""
 
     def write(held: Array, indices: Array, chosen: Array) -> Array:
         slot = jnp.where(chosen, slot_of(indices), slots)
         return held.at[slot].max(indices, mode="drop")
 
     empty = zeros((slots,), jnp.int32, like) - 1
-    held, passed = by_platform(
+    held = by_platform(
         x,
         threshold,
         empty,
         default=functools.partial(_write_compacted, write=write, room=room),
         gpu=functools.partial(_write_all, write=write),
     )
-    return Extraction(from_dense(x, jnp.where(held < 0, x.size, held)), passed)
+    return from_dense(x, jnp.where(held < 0, x.size, held))
 
 
 _Write = Callable[[Array, Array, Array], Array]  # writes the chosen ones of indices into `held`
@@ -144,11 +120,9 @@ _Write = Callable[[Array, Array, Array], Array]  # writes the chosen ones of ind
 
 def _write_all(
     x: Float[Array, " d"], threshold: Float[Array, ""], held: Int[Array, " m"], *, write: _Write
-) -> tuple[Int[Array, " m"], Int[Array, ""]]:
+) -> Int[Array, " m"]:
     """One write per element. Nearly all are dropped, and their order does not change a maximum."""
-    chosen = _passes(x, threshold)
-    held = write(held, lax.iota(jnp.int32, x.size), chosen)
-    return held, jnp.sum(chosen, dtype=jnp.int32)
+    return write(held, lax.iota(jnp.int32, x.size), _passes(x, threshold))
 
 
 def _write_compacted(
@@ -158,31 +132,27 @@ def _write_compacted(
     *,
     write: _Write,
     room: int,
-) -> tuple[Int[Array, " m"], Int[Array, ""]]:
+) -> Int[Array, " m"]:
     """`_write_all` after a compaction, because dropped writes cost a CPU as much as others."""
     size = x.size
     positions = compact(_passes(x, threshold), room)
     chosen = positions < size
     held = write(held, positions, chosen)
-    passed = jnp.sum(chosen, dtype=jnp.int32)
-
     if len(positions) < size:
         # More may pass. If not, the loop has no steps. (Of a branch, vmap would run both sides.)
         # Elements that have been written are written again, which changes no maximum.
         tile = min(_SCATTERED, size)
         steps = jnp.where(chosen[-1], -(-size // tile), 0)
 
-        def scatter(b, carry):
-            held, passed = carry
+        def scatter(b, held):
             start = jnp.minimum(b * tile, size - tile)
             indices = start + lax.iota(jnp.int32, tile)
             chosen = _passes(lax.dynamic_slice(x, (start,), (tile,)), threshold)
             chosen &= indices >= b * tile
-            return write(held, indices, chosen), passed + jnp.sum(chosen, dtype=jnp.int32)
+            return write(held, indices, chosen)
 
-        passed = jnp.where(chosen[-1], 0, passed)
-        held, passed = lax.fori_loop(jnp.int32(0), steps, scatter, (held, passed))
-    return held, passed
+        held = lax.fori_loop(jnp.int32(0), steps, scatter, held)
+    return held
 
 
 def _passes(x: Float[Array, " n"], threshold: Float[Array, ""]) -> Bool[Array, " n"]:

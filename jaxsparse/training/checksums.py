@@ -35,12 +35,12 @@ class Checksummed(NamedTuple):
     checksums: UInt32[Array, " leaves"]
 
 
-def with_checksums(state: Any) -> Checksummed:
+def add(state: Any) -> Checksummed:
     """A state to be saved, with a checksum of 32 bits for each array.
 
-        manager.save(step, args=ocp.args.StandardSave(jaxsparse.with_checksums(state)))
-        target = jax.tree.map(as_saved, jaxsparse.with_checksums(new))
-        state = jaxsparse.verified(manager.restore(step, args=ocp.args.StandardRestore(target)))
+        manager.save(step, args=ocp.args.StandardSave(jaxsparse.checksums.add(state)))
+        target = jax.tree.map(as_saved, jaxsparse.checksums.add(new))
+        state = jaxsparse.checksums.verify(manager.restore(step, args=ocp.args.StandardRestore(target)))
 
     A checksum is a sum over the elements, of hashes of their bits and places. So it does not depend
     on how an array is spread over devices and processes. One changed element always changes it;
@@ -56,10 +56,10 @@ def with_checksums(state: Any) -> Checksummed:
         ValueError: a leaf is no array.
 
     Example:
-        >>> saved = with_checksums({"w": jnp.arange(3.0)})
-        >>> verified(saved)["w"].tolist()
+        >>> saved = add({"w": jnp.arange(3.0)})
+        >>> verify(saved)["w"].tolist()
         [0.0, 1.0, 2.0]
-        >>> verified(saved._replace(state={"w": jnp.arange(3.0).at[2].set(2.5)}))
+        >>> verify(saved._replace(state={"w": jnp.arange(3.0).at[2].set(2.5)}))
         Traceback (most recent call last):
         ValueError: 1 of 1 arrays is not as saved, such as leaf['w']: restore an older checkpoint
     """
@@ -74,8 +74,8 @@ def with_checksums(state: Any) -> Checksummed:
     )
 
 
-def verified(saved: Any) -> Any:
-    """The state of a restored `with_checksums`, if all its arrays are as they were saved.
+def verify(saved: Any) -> Any:
+    """The state of a restored `checksums.add`, if all its arrays are as they were saved.
 
     Args:
         saved: the restored tree, or a dict of its two parts, as libraries restore it by name. It
@@ -93,7 +93,7 @@ def verified(saved: Any) -> Any:
     if expected.shape != (len(found),):
         raise ValueError(
             f"the state has {len(found)} arrays and {expected.size} checksums: restore it into "
-            "jaxsparse.with_checksums(state) of a state of the program that saved it"
+            "jaxsparse.checksums.add(state) of a state of the program that saved it"
         )
     if wrong := [name for (name, own), other in zip(found.items(), expected) if own != other]:
         raise ValueError(
