@@ -497,6 +497,54 @@ def ranked_backward(where, w, x):
     return f(jnp.sort(x @ w["a"], axis=0))
 
 
+def by_rule(residual, cotangent=lambda g: g):
+    """A function and its derivative tell workers apart. The second is given other rows."""
+
+    def made(where, w, x):
+        f, rank = jax.custom_vjp(lambda x: rank(x, x)), tells_workers(where)
+        back = lambda x, g: (rank(x, cotangent(g)),)
+        f.defvjp(lambda x: (rank(x, x), residual(x)), back)
+        return lax.scan(jax.checkpoint(lambda h, _: (f(h), None)), x @ w["a"], None, length=2)[0]
+
+    return made
+
+
+def of_first_rows(pick):
+    """A body closes over as many rows as there are on a device, however many the batch has."""
+
+    def made(where, w, x):
+        first = pick(x)
+        own = cut(lambda x, y: x + jnp.sum(first) * y, where, (P("data"), P("data")), P("data"))
+        return lax.scan(jax.checkpoint(lambda h, _: (own(h, h), None)), x, None, length=2)[0]
+
+    return made
+
+
+def closed_in_a_rule(where, w, x):
+    """The residual of a derivative is a fixed number of rows, over which its body closes."""
+    split = lambda f: cut(f, where, (P("data"), P("data")), P("data"))
+    f = jax.custom_vjp(jnp.sin)
+    back = lambda first, g: (split(lambda x, g: g * first.sum())(g, g),)
+    f.defvjp(lambda x: (jnp.sin(x), x[:2]), back)
+    return f(x @ w["a"])
+
+
+def by_tangents(where, w, x):
+    f = jax.custom_jvp(jnp.sin)
+    f.defjvp(lambda x, t: (jnp.sin(x[0]), tells_workers(where)(t[0][::-1], x[0])))
+    return f(x @ w["a"])
+
+
+def solved(where, w, x):
+    twice = cut(lambda x, y: x + y, where, (P("data"), P("data")), P("data"))
+    return jax.scipy.sparse.linalg.cg(lambda y: twice(y, y), x @ w["a"], maxiter=2)[0]
+
+
+def mapped_over_workers(where, w, x):
+    split = jax.shard_map(jnp.tanh, mesh=where, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.vmap(split, spmd_axis_name="data")(x @ w["a"])
+
+
 def paired(where, w, x):
     """Pairs of rows that a stack has put beside each other, in another order than the batch's."""
     h = jnp.stack([x, jnp.sin(x)]).reshape(-1, 2, 8)
@@ -537,6 +585,14 @@ NO_ROWS = {
     summed_over_both: r"takes a value of shape \(16, 8\), .* no rows of a batch",
     of_inner_workers: r"takes a value of shape \(4, 8\), .* cut over \['tp'\] first",
     ranked_backward: r"takes a value of shape \(4, 16\), .* behind the jit at .*_losses",
+    by_rule(lambda x: x[jnp.argsort(x[:, 0])]): r"takes .*\(4, 16\), .* in another order behind",
+    by_rule(lambda x: x, lambda g: g[::-1]): r"takes .*\(4, 16\), .* in another order behind",
+    of_first_rows(lambda x: x[:2]): r"closes over .*\(2, 8\) that is, .* a fixed number of rows",
+    of_first_rows(lambda x: x[0]): r"closes over .*\(8,\) that is, .* a fixed number of rows",
+    closed_in_a_rule: r"closes over .*\(2, 16\) that is, .* a fixed number of rows",
+    by_tangents: r"tells workers apart, and is given tangents by a jax.custom_jvp",
+    solved: r"takes .*\(4, 16\), .* in an operation that is not followed",
+    mapped_over_workers: r"is in a jax.vmap with the workers' axis 'data' as spmd_axis_name",
     of_halves: r"takes a value of shape \(4, 8\), .* behind the slice at .*_losses",
     sorted_inside: r"takes a value of shape \(4, 8\), .* behind the jit at .*_losses",
     repeated_experts: r"takes a value of shape \(4, 8\), .* no rows of a batch",
@@ -588,7 +644,7 @@ def test_rows_that_a_body_takes_past_its_specs():
         return jnp.sum(split(x @ w["a"]))
 
     for loss, words in (
-        (closed, r"the body of the jax.shard_map at .*losses.py.* closes over values that grow"),
+        (closed, r"shard_map at .*losses.py.* closes over a value .* that grows with the batch"),
         (by_number, r"dynamic_slice at .*losses.py.* takes a part of one worker's rows by the"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -746,6 +802,30 @@ def test_rows_are_followed_through_other_bodies():
         jax.value_and_grad(lambda w, x: loss(w, x, False)), (None, 0), axis_name="data"
     )
     found = jaxsparse.value_and_grad(lambda w, x: loss(w, x, True), mesh=where)(*put(where, 4))
+    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+
+
+def test_derivatives_by_hand_that_tell_workers_apart():
+    """Rows are followed to them, though cotangents come from sorted ones."""
+    where = mesh_of((4, 2))
+    every = lambda k: lax.all_gather(k, "data", tiled=True)
+    near = lambda q, k: jnp.tanh(q @ every(k).T) @ every(k)
+    back = lambda q, k, g: jax.vjp(near, q, k)[1](g)
+
+    def loss(w, x, is_split):
+        split = lambda f, n, made: f
+        if is_split:
+            split = lambda f, n, made: cut(f, where, (P("data"),) * n, made)
+        f = jax.custom_vjp(split(near, 2, P("data")))
+        forward = lambda q, k: (split(near, 2, P("data"))(q, k), (q, k))
+        f.defvjp(forward, lambda r, g: split(back, 3, (P("data"),) * 2)(*r, g))
+        layer = lambda h, _: (f(h, jnp.sin(h)), None)
+        h, _ = lax.scan(jax.checkpoint(layer), x @ w["a"], None, length=2)
+        return jnp.mean((h[jnp.argsort(h[:, 0])] @ w["b"]) ** 2)
+
+    of = lambda is_split: lambda w, x: loss(w, x, is_split)
+    plain = jax.vmap(jax.value_and_grad(of(False)), (None, 0), axis_name="data")
+    found = jaxsparse.value_and_grad(of(True), mesh=where)(*put(where, 4))
     check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 

@@ -291,6 +291,17 @@ def made_by(values: Sequence[Any], is_first: Callable[[Any], bool]) -> list[Any]
     return found
 
 
+def set_rule_of_vmap(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Sets how `jax.vmap` maps an operation, by a rule that is given its `spmd_axis_name`, too."""
+
+    def of(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+        if dims[0] is None:  # JAX asks of what is not mapped, too
+            return primitive.bind(*args, **params), None
+        return rule(args, dims, spmd_axes=getattr(axis, "spmd_name", None) or (), **params)
+
+    batching.fancy_primitive_batchers[primitive] = of
+
+
 def is_elementwise(equation: Any) -> bool:
     """Whether JAX maps an operation by its rule for elementwise ones."""
     rule = batching.fancy_primitive_batchers.get(equation.primitive)

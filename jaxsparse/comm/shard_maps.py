@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -89,8 +89,8 @@ class MappedCall:
         is_named: whether its specs name the axis of workers.
         is_checked: whether JAX checks types in it.
         body: the program of its body. None: it was not traced.
-        closed: numbers of elements of values that vary in the trace, and over which it closes.
-        takes: what its specs cut over the axis of workers, of arguments.
+        takes: what its specs cut over the axis of workers, of arguments. Behind these stand values
+            over which the body closes, which no spec cuts.
         makes: the same of results.
     """
 
@@ -100,7 +100,6 @@ class MappedCall:
     takes: list[Cut] = dataclasses.field(default_factory=list)
     makes: list[Cut] = dataclasses.field(default_factory=list)
     body: ClosedJaxpr | None = None
-    closed: list[int] = dataclasses.field(default_factory=list)
 
 
 _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
@@ -214,23 +213,35 @@ def _replace(more: int) -> None:
 def _called(original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls a function with a derivative of its own, whose operations have scopes of their own.
 
-    So that a derivative that communicates is known, see `SCOPE`.
+    So that a derivative that communicates is known, see `SCOPE`. Results and their cotangents have
+    equal tags, so that rows of the latter are where the results have them.
     """
     tracing = _TRACING.get()
     if tracing is None or f.fwd is None or f.bwd is None:
         return original(f, *args, **kwargs)
     # No trace has a number of another one: JAX keeps programs of inner functions.
     number, own = next(_CALLS), object.__new__(type(f))
-    within = lambda f, kind: functools.wraps(f)(
-        lambda *args: _in_scope(f, f"{SCOPE}_{kind}_{number}", args)
-    )
-    vars(own).update(vars(f) | {"fwd": within(f.fwd, "forward"), "bwd": within(f.bwd, "backward")})
+
+    def tagged(tree: Any, verb: str) -> Any:
+        numbers = itertools.count()
+        is_array = lambda x: isinstance(x, jax.Array) and x.dtype != jax.dtypes.float0
+        tag = lambda x, i: _tag.bind(x, number=(number, i), verb=verb) if is_array(x) else x
+        return jax.tree.map(lambda x: tag(x, next(numbers)), tree)
+
+    @functools.wraps(f.fwd)
+    def forward(*args: Any) -> Any:
+        with jax.named_scope(f"{SCOPE}_forward_{number}"):
+            made = f.fwd(*args)
+            is_pair = isinstance(made, tuple | list) and len(made) == 2  # or JAX tells
+            return (tagged(made[0], "makes"), made[1]) if is_pair else made
+
+    @functools.wraps(f.bwd)
+    def backward(*args: Any) -> Any:
+        with jax.named_scope(f"{SCOPE}_backward_{number}"):
+            return f.bwd(*args[:-1], tagged(args[-1], "takes"))
+
+    vars(own).update(vars(f) | {"fwd": forward, "bwd": backward})
     return original(own, *args, **kwargs)
-
-
-def _in_scope(f: Callable[..., Any], scope: str, args: Any) -> Any:
-    with jax.named_scope(scope):
-        return f(*args)
 
 
 def _checked(
@@ -379,8 +390,15 @@ def _run(
             f"({str(error).splitlines()[0]}). Each worker has all of its weights: leave the axis "
             "out of their specs, and out of what gathers or scatters them inside"
         ) from error
-    call.closed = [x.size for x in call.body.consts if isinstance(x, jax.core.Tracer)]
-    found = body(*args)
+    consts, found = call.body.consts, body(*args)
+    if any(isinstance(x, jax.core.Tracer) for x in consts):
+        # They are no arguments of JAX's equation, and marked inside of it.
+        call.takes = [*call.takes[: len(args)], *[Cut()] * len(consts)]
+        closes = lambda x, i: _marked(x, Cut(), call, i, "closes over")
+        closed = [closes(x, len(args) + i) for i, x in enumerate(consts)]
+        made = iter(jaxpr_as_fun(ClosedJaxpr(call.body.jaxpr, closed))(*args))
+        results, specs = found.unpack_aux()
+        found = results.map(lambda _: next(made)).with_aux(specs)
     call.makes = tracing.made
     if any(cut.dim is not None for cut in call.makes) and not call.is_named:
         raise ValueError(
@@ -488,16 +506,34 @@ def _identity(name: str, type_of: Callable[..., Any]) -> Primitive:
 # the dimension that a spec cuts over the axis of workers, the number of elements along it, and
 # whether a `vmap` gave the value another dimension.
 _mark = _identity(MARK := "names_workers", lambda aval, **_: aval)
-ad.deflinear2(_mark, lambda ct, _, **__: [ct])
+# Of arguments that were tangents, marks of their cotangents are left.
+ad.deflinear2(
+    _mark,
+    lambda ct, _, *, verb, **params: [
+        ct if verb == "makes" else _mark.bind(ct, verb="returns", **params)
+    ],
+)
 
 
-def _batched_mark(args: Any, dims: Any, *, dim: int | None, is_mapped: bool, **params: Any) -> Any:
-    del is_mapped
+def _batched_mark(
+    args: Any, dims: Any, *, dim: int | None, is_mapped: bool, spmd_axes: Any, **params: Any
+) -> Any:
+    tracing = _TRACING.get()
+    if tracing is not None and tracing.axis_name in spmd_axes:
+        raise ValueError(
+            f"the jax.shard_map at {params['call'].place} is in a jax.vmap with the workers' axis "
+            f"{tracing.axis_name!r} as spmd_axis_name, and one worker's values are whole along "
+            "it: leave that out of spmd_axis_name"
+        )
     dim = dim if dim is None or dim < dims[0] else dim + 1
     return _mark.bind(args[0], dim=dim, is_mapped=True, **params), dims[0]
 
 
-batching.primitive_batchers[_mark] = _batched_mark
+compat.set_rule_of_vmap(_mark, _batched_mark)
+
+# Tags results of a custom derivative's forward rule, and what its backward rule is given for them.
+_tag = _identity(TAG := "tagged_result", lambda aval, **_: aval)
+ad.defjvp(_tag, lambda tangent, _, **__: tangent)
 
 # Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
 # JAX's own cast to varying would sum them over workers.

@@ -62,7 +62,7 @@ def check_named(
     calls = {mark.params["call"] for mark in _marks(program)}
     if not any(call.is_named or _use(call, axis_name) == _RANK for call in calls):
         return
-    growing, closing, few = set[int](), set[int](), dict[int, Any]()
+    growing, few = set[int](), dict[int, Any]()
     if any(of_batch):
         # JAX writes other operations for a single row, so there are two of it.
         least = 2 if any(x.shape[0] == 1 for x, yes in zip(types, of_batch) if yes) else 1
@@ -82,10 +82,8 @@ def check_named(
                 ) from error
             own = program
         _pair(own, program, few)
-        marks = _marks(program)
-        growing = {id(m) for m in marks if id(m) in few and _grows(m, few[id(m)], workers)}
-        closing = _closing(_marks(own), marks)
-    reading = _RowsOfBatch(axis_name, growing, closing, few)
+        growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m)), workers)}
+    reading = _RowsOfBatch(axis_name, growing, few)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
     reading.refuse_unread(e for e, _ in compat.scoped(program))
     if reading.refusals:
@@ -103,11 +101,12 @@ def _refusal(mark: Any, axis_name: str, why: str) -> str:
     """The error that tells what is wrong with a marked value, and what to write."""
     params, axis = mark.params, repr(axis_name)
     if params["dim"] is None:
+        fix = "" if params["verb"] == "makes" else "pass all rows as an argument, "
         return (
-            f"{_what(mark)} that grows with the batch, beside others that specs cut over the "
-            f"workers' axis {axis}. Under jax.jit it is of all workers' rows, and here of one "
-            f"worker's: name {axis} in its spec (jax.lax.all_gather(x, {axis}, tiled=True) inside "
-            "gives that of all workers)"
+            f"{_what(mark)} that {why or 'grows with the batch'}, beside others that specs cut "
+            f"over the workers' axis {axis}. Under jax.jit it is of all workers' rows, and here of "
+            f"one worker's: {fix}name {axis} in its spec (jax.lax.all_gather(x, {axis}, "
+            "tiled=True) inside gives those of all workers)"
         )
     if why:
         return f"{_cut(mark, axis_name)} and these {why}"
@@ -164,15 +163,10 @@ def _pair(few: Jaxpr, many: Jaxpr, pairs: dict[int, Any]) -> bool:
 
 def _grows(mark: Any, few: Any, times: int) -> bool:
     """Whether what is cut grows as rows do. What is not cut has to stay as it is."""
+    if few is None:  # a body may close over other values than with fewer rows
+        return bool(mark.params["verb"] == "closes over")
     own, now = few.params["rows"], mark.params["rows"]
     return own != now if mark.params["dim"] is None else now == times * own > 0
-
-
-def _closing(few: list[Any], many: list[Any]) -> set[int]:
-    """The calls in a program of more rows, by id, that close over what is larger there."""
-    sizes = lambda calls, place: {tuple(c.closed) for c in calls if c.place == place}
-    before, now = ({m.params["call"] for m in marks} for marks in (few, many))
-    return {id(c) for c in now if sizes(before, c.place) != sizes(now, c.place)}
 
 
 def _use(call: Any, axis_name: str) -> str:
@@ -201,16 +195,14 @@ class _RowsOfBatch(RowsReading):
         refusals: what is wrong, as errors.
     """
 
-    def __init__(
-        self, axis_name: str, growing: set[int], closing: set[int], few: dict[int, Any]
-    ) -> None:
+    def __init__(self, axis_name: str, growing: set[int], few: dict[int, Any]) -> None:
         super().__init__()
         self._few = few  # equations of one worker's rows, by those of all
         self.refusals = list[str]()
-        self._axis_name, self._growing, self._closing = axis_name, growing, closing
+        self._axis_name, self._growing = axis_name, growing
         self._taken = dict[Any, dict[int, tuple[Any, Found]]]()  # by call, and number
         self._by_rank = set[int]()  # operations that take a part by the worker's number
-        self._ranked = set[str]()  # calls with a derivative of their own that tell workers apart
+        self._results = dict[Any, Found]()  # of functions with a derivative of their own
         self._read = set[int]()  # marks, by id
         self._is_silent = False  # what JAX made of a `shard_map` was judged as it was written
 
@@ -245,6 +237,13 @@ class _RowsOfBatch(RowsReading):
         name = equation.primitive.name
         if name == shard_maps.MARK:
             return [self._mark(equation, inputs[0])]
+        if name == shard_maps.TAG:
+            number, known = equation.params["number"], inputs[0]
+            result = self._results.get(number, known)
+            if equation.params["verb"] == "takes":  # a cotangent has rows where the result has them
+                return [result]
+            self._results[number] = self.join((known, result))
+            return inputs
         if name == "shard_map":  # or what JAX made of it
             before, self._is_silent = self._is_silent, True
             made = self.program(equation.params["jaxpr"], inputs)
@@ -288,15 +287,27 @@ class _RowsOfBatch(RowsReading):
         params = mark.params
         call, number = params["call"], params["number"]
         # A backward pass takes again what was judged. A rule of a derivative is code of its own.
-        rule = _RULE.findall(self.scopes)
-        is_judged = not self._is_silent and ("transpose(jvp(" not in self.scopes or bool(rule))
+        is_own = "transpose(jvp(" not in self.scopes or bool(_RULE.findall(self.scopes))
+        is_judged = not self._is_silent and is_own
         self._read.add(id(mark))
-        if params["verb"] == "takes":
+        if params["verb"] == "returns":
+            is_rank = call.is_named and _use(call, self._axis_name) in (_RANK, _INNER)
+            if is_rank and params["dim"] is not None and number not in self._taken.get(call, ()):
+                self._say(
+                    f"the jax.shard_map at {call.place} tells workers apart, and is given tangents "
+                    "by a jax.custom_jvp or a jax.linear_transpose. Whether these are a worker's "
+                    "rows can't be told: write the derivative with jax.custom_vjp"
+                )
+            return known
+        if params["verb"] != "makes":
             self._taken.setdefault(call, {})[number] = mark, known
             if is_judged and call.is_named:
-                self._judge(mark, known, rule)
+                self._judge(mark, known)
             return known
         taken = self._taken.get(call, {})
+        for closed, rows in taken.values():
+            if is_judged and call.is_named and closed.params["verb"] == "closes over":
+                self._judge(closed, rows)  # it stands inside, where nothing is judged
         silent, self._is_silent = self._is_silent, not is_judged
         own = self._read_body(call, taken)[number]
         self._is_silent = silent
@@ -355,12 +366,9 @@ class _RowsOfBatch(RowsReading):
             ranks = _Ranks(self._axis_name)
             ranks.program(body, [False] * len(body.invars))
             self._by_rank |= ranks.indexed
-        given = [
-            self._cut_inside(*taken[i]) if i in taken else None for i in range(len(body.invars))
-        ]
-        closed = "values over which a body closes" if id(call) in self._closing else None
-        inputs: dict[Any, Any] = dict.fromkeys(body.constvars, closed)
-        inputs |= zip(body.invars, given)
+        given = enumerate((*body.invars, *body.constvars))
+        within = lambda i: self._cut_inside(*taken[i]) if i in taken else None
+        inputs: dict[Any, Any] = {x: within(i) for i, x in given}
         found = self.read(body.eqns, inputs)
         return [self.of(found, x) for x in body.outvars]
 
@@ -371,25 +379,16 @@ class _RowsOfBatch(RowsReading):
             return known._replace(order="again")
         return known
 
-    def _judge(self, mark: Any, known: Found, rule: list[tuple[str, str]]) -> None:
+    def _judge(self, mark: Any, known: Found) -> None:
         """Judges an argument of a `shard_map` whose specs name the axis."""
-        call, dim = mark.params["call"], mark.params["dim"]
+        call, dim, rows = (mark.params[name] for name in ("call", "dim", "rows"))
         grows = id(mark) in self._growing
-        if id(call) in self._closing:
-            self._say(
-                f"the body of the jax.shard_map at {call.place}, whose specs name the workers' "
-                f"axis {self._axis_name!r}, closes over values that grow with the batch. Under "
-                "jax.jit they are of all workers' rows, and here of one worker's: pass them as "
-                "arguments, with the axis in their specs"
-            )
         if dim is None:
-            self._refuse(mark, grows or isinstance(known, RowAxis))
+            picked = isinstance(known, RowAxis) or (isinstance(known, str) and rows > 1)
+            why = "" if grows else "is, or may be, a fixed number of rows of the batch"
+            self._refuse(mark, grows or picked, why)
             return
         use = _use(call, self._axis_name)
-        if use == _RANK:  # a derivative is given cotangents, where its function was given rows
-            self._ranked |= {number for kind, number in rule if kind == "forward"}
-            is_known = any(kind == "backward" and n in self._ranked for kind, n in rule)
-            use = _SUMS if is_known else use
         if use == _INNER:
             before = sorted({axis for cut in call.takes for axis in cut.before})
             self._refuse(mark, True, f"are cut over {before} first: name the workers' axis first")
@@ -410,7 +409,11 @@ class _RowsOfBatch(RowsReading):
         """Refuses what stands in programs of operations that are not followed."""
         for mark in equations:
             if mark.primitive.name == shard_maps.MARK and id(mark) not in self._read:
-                self._refuse(mark, mark.params["dim"] is not None)
+                why = (
+                    "are in an operation that is not followed, such as a linear solve: leave the "
+                    "axis out of that spec, or write the operation without it"
+                )
+                self._refuse(mark, mark.params["dim"] is not None, why)
 
     def _refuse(self, mark: Any, is_wrong: bool, why: str = "") -> None:
         if is_wrong:
