@@ -21,6 +21,7 @@ from records import Records
 
 from jaxsparse import Link, fail_at_once, planner, traffic
 from jaxsparse.comm import wire
+from jaxsparse.planner import planning
 
 _LEAST = 3  # least number of repetitions
 _WORDS = (1, 2**10, 2**14, 2**17, 2**20)  # sizes of messages with which links are measured
@@ -128,7 +129,7 @@ class Bench:
             "predicted_seconds": predicted,
             "measured_over_predicted": middle / predicted,
             "collectives": loaded.moved.rounds,
-            "messages": Moved.counted(loaded.moved).messages,
+            "messages": planning.Moved.counted(loaded.moved).messages,
             "received_bytes": loaded.moved.received,
             "interface_sent_bytes": float(sent),
             "interface_received_bytes": float(received),
@@ -171,7 +172,7 @@ def usual_seconds(moved: traffic.WireBytes, link: Link) -> float:
 
     The dear branches, in which Ok-Topk takes new thresholds, are taken in one step of 32.
     """
-    return link.seconds(*Moved.counted(moved.usual))
+    return link.seconds(*planning.Moved.counted(moved.usual))
 
 
 def busy() -> np.ndarray:

@@ -130,14 +130,14 @@ def _plan_for(
     Args:
         tree: arrays, or their shapes and dtypes, as one device has them.
         given: a reducer or None for each leaf, of the whole tree.
-        bucket_size: see `jaxsparse.arrays.layout.layout_of`.
+        bucket_size: see `layout_of`.
         devices: the number of a worker's devices, each with buckets of the same sizes. They share
             settings that are totals for the tree, as buckets do.
         dense_elements: the number of uncompressed elements of all these devices. None: those of
             `tree`.
 
     Raises:
-        ValueError: settings for the whole tree do not fit, or see `jaxsparse.arrays.layout.layout_of`.
+        ValueError: settings for the whole tree do not fit, or see `layout_of`.
     """
     groups = dict.fromkeys(r for r in given if r is not None)
     shape = {r: (r.alignment, r.whole_leaves) for r in groups}

@@ -325,8 +325,8 @@ def exchange(reducer: Reducer, **options: Unpack[Options]) -> Exchange:
         TypeError: there is no option of that name.
         ValueError: settings out of range. From `init`: no leaf is compressed under the default
             rule, the budget does not fit, partitions over inner axes are not known, or see
-            `jaxsparse.arrays.layout.layout_of`. From `update`: the axis is not bound, the state belongs to
-            another tree, mesh or to several workers, or the gradients are already summed.
+            `jaxsparse.arrays.layout.layout_of`. From `update`: the axis is not bound, the state
+            belongs to another tree, mesh or to several workers, or the gradients are already summed.
     """
     check_names(options, check_reducer(reducer))
     return Exchange.of(Settings(reducer, **options))

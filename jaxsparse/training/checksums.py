@@ -40,7 +40,8 @@ def add(state: Any) -> Checksummed:
 
         manager.save(step, args=ocp.args.StandardSave(jaxsparse.checksums.add(state)))
         target = jax.tree.map(as_saved, jaxsparse.checksums.add(new))
-        state = jaxsparse.checksums.verify(manager.restore(step, args=ocp.args.StandardRestore(target)))
+        restored = manager.restore(step, args=ocp.args.StandardRestore(target))
+        state = jaxsparse.checksums.verify(restored)
 
     A checksum is a sum over the elements, of hashes of their bits and places. So it does not depend
     on how an array is spread over devices and processes. One changed element always changes it;
