@@ -227,6 +227,23 @@ def test_gradients_that_are_sums_already_are_refused(place):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
 
+def test_a_derivative_that_takes_its_cotangent_for_that_of_all_workers_is_refused():
+    """As where a function sums over the batch's axes, and every worker has the result."""
+    where = mesh_of((4, 2))
+
+    @jax.custom_vjp
+    def energy(h):
+        return lax.psum(jnp.sum(h**2), "data")
+
+    energy.defvjp(lambda h: (energy(h), h), lambda h, g: (2 * g * h,))
+    whole = jax.shard_map(energy, mesh=where, in_specs=P("data"), out_specs=P(), check_vma=False)
+    outside = by_hand(lambda g: g)
+    outside.defvjp(lambda h: (whole(h), h), lambda h, g: (2 * g * h,))
+    for f in (whole, outside):
+        with pytest.raises(ValueError, match=r"by psum, and its custom derivative does not"):
+            jaxsparse.grad(lambda w, x, f=f: f(x @ w["a"]), mesh=where)(*put(where, 4))
+
+
 def test_a_linear_call_that_communicates_is_refused():
     where = mesh_of((4, 2))
     total = lambda _, g: lax.psum(g, "data")

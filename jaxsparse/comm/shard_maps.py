@@ -534,6 +534,7 @@ compat.set_rule_of_vmap(_mark, _batched_mark)
 # Tags results of a custom derivative's forward rule, and what its backward rule is given for them.
 _tag = _identity(TAG := "tagged_result", lambda aval, **_: aval)
 ad.defjvp(_tag, lambda tangent, _, **__: tangent)
+MARKS = (MARK, TAG)
 
 # Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
 # JAX's own cast to varying would sum them over workers.

@@ -326,7 +326,7 @@ def exchange(reducer: Reducer, **options: Unpack[Options]) -> Exchange:
         ValueError: settings out of range. From `init`: no leaf is compressed under the default
             rule, the budget does not fit, partitions over inner axes are not known, or see
             `jaxsparse.arrays.layout.layout_of`. From `update`: the axis is not bound, the state
-            belongs to another tree, mesh or to several workers, or the gradients are already summed.
+            belongs to another tree, mesh or to several workers, or gradients are summed already.
     """
     check_names(options, check_reducer(reducer))
     return Exchange.of(Settings(reducer, **options))

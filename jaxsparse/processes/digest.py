@@ -23,7 +23,7 @@ from jax.extend.source_info_util import summarize
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxsparse.comm import compat
+from jaxsparse.comm import compat, shard_maps
 from jaxsparse.comm.marks import is_marked
 
 VERSIONS = f"jax {jax.__version__} and jaxlib {jaxlib.__version__}"
@@ -104,6 +104,8 @@ class Digested(Parts):
     def _equation(self, equation: JaxprEqn, inputs: list[str]) -> tuple[list[str], str]:
         """As `_read`, for an equation."""
         name, settings = equation.primitive.name, _settings(equation)
+        if name in shard_maps.MARKS:  # they are counted, and compute nothing
+            return inputs, ""
         programs = [*compat.inner_programs(settings)]
         if name in compat.CALLS and [len(x.invars) for x in programs] == [len(inputs)]:
             # The order of its inputs is that in which the step first uses them, so it may differ.

@@ -537,11 +537,14 @@ _RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward)_(\d+)")
 
 
 def check_sums(program: Jaxpr, axis_name: str) -> None:
-    """Raises ValueError if a custom derivative communicates between workers, and its function not.
+    """Raises ValueError if of a custom derivative and its function one alone communicates.
 
-    Under `jax.jit` it sums gradients over the batch's axes by hand. Here each worker's are its own.
+    Under `jax.jit` such a derivative sums gradients over the batch's axes by hand, or is given the
+    cotangent of a result that is equal on all workers. Here each worker's gradients and cotangents
+    are its own.
     """
-    forward, backward = set[str](), dict[str, Any]()
+    forward, backward = dict[str, Any](), dict[str, Any]()  # what communicates, by call
+    casts, derived = set[str](), set[str]()
     for equation, scopes in compat.scoped(program):
         name = equation.primitive.name
         if name == "linear_call" and shard_maps.communicates(
@@ -552,16 +555,24 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
                 f"axis {axis_name!r}, and whether its derivative does so by hand can't be told: "
                 "use jax.custom_vjp"
             )
-        if axis_name not in compat.axes_of(equation.params):
-            continue
+        is_over = axis_name in compat.axes_of(equation.params)
         for kind, call in _RULE.findall(scopes):
-            # A cast to varying has a sum for its derivative.
-            if kind == "forward" and (name in compat.OPCODES or name in compat.CASTS):
-                forward.add(call)
-            elif kind == "backward" and name in compat.OPCODES:
-                backward.setdefault(call, equation)
+            if kind == "backward":
+                derived.add(call)
+            if is_over and name in compat.OPCODES:
+                (forward if kind == "forward" else backward).setdefault(call, equation)
+            elif is_over and name in compat.CASTS:
+                casts.add(call)  # to varying: its derivative is a sum
+    for call, equation in forward.items():
+        if call in derived - backward.keys():
+            raise ValueError(
+                f"what is called at {compat.place_of(equation)} communicates over the workers' "
+                f"axis {axis_name!r} by {equation.primitive.name}, and its custom derivative does "
+                "not: the cotangent that it is given is one worker's own here, and not that of all "
+                "workers. Leave out the custom derivative, so that JAX makes it"
+            )
     for call, equation in backward.items():
-        if call not in forward:
+        if call not in forward and call not in casts:
             raise ValueError(
                 f"the custom derivative of what is called at {compat.place_of(equation)} "
                 f"communicates over the workers' axis {axis_name!r} by {equation.primitive.name}, "
