@@ -210,7 +210,7 @@ def test_a_sender_has_what_arrives_to_the_bit(codec):
         return sent, message_format.vector(message_format.pack(sent))
 
     sent, arrived = map(np.asarray, both(x))
-    assert not message_format.is_dense
+    assert not message_format.is_array
     np.testing.assert_array_equal(sent.view(np.uint32), arrived.view(np.uint32))
 
 

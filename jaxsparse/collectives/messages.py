@@ -90,16 +90,16 @@ class MessageFormat:
             )
 
     @property
-    def is_dense(self) -> bool:
+    def is_array(self) -> bool:
         return self.codec.words(self.capacity, self.size) >= self.size
 
     @property
     def words(self) -> int:
-        return self.size if self.is_dense else self.codec.words(self.capacity, self.size)
+        return self.size if self.is_array else self.codec.words(self.capacity, self.size)
 
     @property
     def is_exact(self) -> bool:
-        return self.is_dense or self.codec.is_exact
+        return self.is_array or self.codec.is_exact
 
     def extract(self, x: Num[Array, " size"]) -> SparseStream:
         """The first `capacity` entries of `x`."""
@@ -125,7 +125,7 @@ class MessageFormat:
         can't be, which saves counting them.
         """
         count = jnp.int32(0)
-        if self.op != "sum" or self.is_dense:
+        if self.op != "sum" or self.is_array:
             return x, jnp.zeros_like(x), count
         kept = x
         if is_bounded:
@@ -151,7 +151,7 @@ class MessageFormat:
         return jax.lax.cond(entries > room, largest, lambda x: x, x), entries
 
     def pack(self, x: Num[Array, " size"]) -> UInt32[Array, " words"]:
-        if self.is_dense:
+        if self.is_array:
             return bits(x)
         return self.codec.encode(self.extract(x), self.size)
 
@@ -160,7 +160,7 @@ class MessageFormat:
     ) -> tuple[UInt32[Array, " words"], Num[Array, " capacity"]]:
         """The message of a stream with distinct indices, and the rounding error of each entry."""
         none = jnp.zeros_like(stream.values)
-        if self.is_dense:
+        if self.is_array:
             return self.pack(to_dense(stream, self.size, self.op)), none
         lost = none if self.is_exact else stream.values - self.codec.rounded(stream, self.size)
         return self.codec.encode(stream, self.size), lost
@@ -172,7 +172,7 @@ class MessageFormat:
         return self.spread(self.unpack(message))
 
     def unpack(self, message: UInt32[Array, " words"]) -> Arrived:
-        if self.is_dense:
+        if self.is_array:
             return from_bits(message, self.dtype)
         return self.codec.decode(message, self.capacity, self.size, self.dtype)
 
@@ -228,7 +228,7 @@ class Rooms:
         rooms = ladder(min(least, widest.capacity), widest.capacity)
         for room in rooms:
             self.formats.append(dataclasses.replace(widest, capacity=room))
-            if self.formats[-1].is_dense:
+            if self.formats[-1].is_array:
                 rooms[len(self.formats) - 1 :] = [widest.size]
                 break
         bounds = jnp.array(rooms, jnp.int32)
@@ -282,7 +282,7 @@ class Rooms:
             return receive(found), seen, arrived
 
         tail = counts.astype(jnp.uint32)
-        sparse = [of for of in self.formats if not of.is_dense]
+        sparse = [of for of in self.formats if not of.is_array]
         if len(sparse) == len(self.formats):
             return in_entries()
         return jax.lax.cond(self._rung == len(sparse), in_full, in_entries) if sparse else in_full()

@@ -125,7 +125,7 @@ def split(
     message_format = split_format(k, size, workers, op, dtype, codec, capacity)
     m = message_format.size
     zeros = jnp.zeros_like(stream.values, shape=(workers * m,))
-    if message_format.is_dense:
+    if message_format.is_array:
         rows = to_dense(stream, workers * m, op).reshape(workers, m)
         messages = wire.all_to_all(jax.vmap(message_format.pack)(rows), axis_name)
         residual, overflow = zeros, jnp.int32(0)
@@ -266,7 +266,7 @@ def _gather_format(
     arriving = min(m, workers * room_in("capacity", capacity, k, op))
     room = room_in("union_capacity", union_capacity, arriving, op)
     message_format = MessageFormat(m, room, op, dtype, codec)
-    return message_format, room < arriving and not message_format.is_dense
+    return message_format, room < arriving and not message_format.is_array
 
 
 def dsar_split_allgather(
