@@ -36,7 +36,7 @@ from jaxsparse.collectives import (
     sparse_ring,
     split_allgather,
 )
-from jaxsparse.contrib.gtopk_sum import gtopk
+from jaxsparse.contrib.gtopk_sum import gtopk_sum
 from jaxsparse.reducers.base import Reducer
 
 
@@ -148,7 +148,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
     reason = "no broadcast"
     if W & (W - 1):
         reason += ", 2 exchanges to fold"
-    stream("gtopk", gtopk, (4 * k * math.log2(W),) * 2, reason)
+    stream("gtopk", gtopk_sum, (4 * k * math.log2(W),) * 2, reason)
     density = k / size
     reducer(
         "ok_topk, factor 1",

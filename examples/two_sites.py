@@ -66,7 +66,7 @@ def main() -> None:
         if done >= args.steps:
             raise SystemExit(f"{args.save} has step {done}: give more --steps, or another --save")
         if done:
-            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, jaxsparse.checksums.add(state))
+            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, jaxsparse.checksums.attach(state))
             state = jaxsparse.checksums.verify(
                 saved.restore(done, args=ocp.args.StandardRestore(like))
             )
@@ -79,7 +79,7 @@ def main() -> None:
                 print(f"step {t + 1}: losses of the sites {losses}", end="")
                 print(f", {int(state.skipped)} exchanges skipped")
             if (t + 1) % args.keep == 0:
-                whole = jaxsparse.checksums.add(state)
+                whole = jaxsparse.checksums.attach(state)
                 saved.save(t + 1, args=ocp.args.StandardSave(whole))
     report(train, state, jax.device_put(batch, share), mesh, args)
     params = train.finish(state, args.steps).params

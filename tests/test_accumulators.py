@@ -28,7 +28,7 @@ def test_rounding_is_unbiased_to_neighbours_and_exact_where_it_can_be():
     x = (rng.normal(size=3000) * 10.0 ** rng.integers(-30, 30, 3000)).astype(np.float32)
     x[:6] = [0.0, -0.0, 1.0, -3.5, 3.4e38, -3.4e38]
     keys = jax.vmap(lambda i: hashing.combine(i, 7))(jnp.arange(4000, dtype=jnp.uint32))
-    draws = jax.jit(jax.vmap(accumulators.rounded, (None, 0)))(x, keys)
+    draws = jax.jit(jax.vmap(accumulators.rounded_at_random, (None, 0)))(x, keys)
     assert draws.dtype == jnp.bfloat16
     draws = np.asarray(draws).astype(np.float64)
     bits = x.view(np.uint32) & np.uint32(0xFFFF0000)

@@ -8,14 +8,14 @@ import pytest
 from workers import mesh
 
 from jaxsparse import PerWorker, reshard, shard
-from jaxsparse.training.checksums import add, verify
+from jaxsparse.training.checksums import attach, verify
 
 DTYPES = ("bool", "int4", "int8", "uint16", "int32", "int64", "float8_e4m3fn", "bfloat16")
 DTYPES += ("float32", "float64", "complex64", "complex128")
 
 
 def sums(tree):
-    return np.asarray(add(tree).checksums).tolist()
+    return np.asarray(attach(tree).checksums).tolist()
 
 
 def test_every_element_and_no_placement_counts():
@@ -27,7 +27,7 @@ def test_every_element_and_no_placement_counts():
         expected = sums(tree)
         assert sums(host) == expected
         marked = {name: PerWorker(x) if x.ndim == 3 else x for name, x in host.items()}
-        split = add(shard(marked, mesh(4)))
+        split = attach(shard(marked, mesh(4)))
         assert np.asarray(split.checksums).tolist() == expected
         assert split.checksums.sharding.is_fully_replicated
         assert len(split.checksums.sharding.device_set) == 4
@@ -57,7 +57,7 @@ def test_on_explicit_axes():
     explicit = mesh(4, jax.sharding.AxisType.Explicit)
     x = np.arange(24, dtype=np.float32).reshape(8, 3)
     cut = jax.device_put(x, jax.NamedSharding(explicit, jax.P("data")))
-    assert verify(add({"x": cut}))["x"] is cut
+    assert verify(attach({"x": cut}))["x"] is cut
     assert sums([cut]) == sums([x])
 
 
@@ -71,14 +71,14 @@ def test_flipped_bits_of_a_checkpoint_are_named(tmp_path, workers):
     }
     state = shard(jax.tree.map(jnp.float32, state), mesh(4))
     with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=ocp.args.StandardSave(add(state)))
+        manager.save(1, args=ocp.args.StandardSave(attach(state)))
         manager.wait_until_finished()
 
         def restored():
             if workers == 3:  # arrays in host memory, to be carried over
-                like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), add(state))
+                like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), attach(state))
             else:
-                like = jax.tree.map(ocp.utils.to_shape_dtype_struct, add(state))
+                like = jax.tree.map(ocp.utils.to_shape_dtype_struct, attach(state))
             return manager.restore(1, args=ocp.args.StandardRestore(like))
 
         found = verify(restored())
@@ -97,7 +97,7 @@ def test_flipped_bits_of_a_checkpoint_are_named(tmp_path, workers):
 
 def test_a_tree_restored_by_name_is_verified_too():
     state = (jnp.ones(2), {"z": jnp.zeros(3), "a": jnp.ones(1)})
-    saved = add(state)
+    saved = attach(state)
     by_name = {"checksums": saved.checksums, "state": {"0": state[0], "1": state[1]}}
     assert verify(by_name) is by_name["state"]
     with pytest.raises(ValueError, match="the state has 1 arrays and 3 checksums"):

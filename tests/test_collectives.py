@@ -188,7 +188,7 @@ def test_an_absent_entry_is_neutral():
 def test_messages_are_dense_if_streams_are_no_shorter(name):
     """COO takes two words an entry, so that K entries are as long as 2 K elements."""
     for size, is_dense in ((2 * K, True), (2 * K + 1, False)):
-        assert MessageFormat(size, K, "sum", jnp.float32, codecs.COO).is_dense == is_dense
+        assert MessageFormat(size, K, "sum", jnp.float32, codecs.COO).is_array == is_dense
         entries = SparseStream(jnp.arange(K, dtype=jnp.int32), jnp.ones(K))
         alone = jax.jit(lambda x, size=size: LOSSLESS[name](x, size, axis_name=None).whole())
         reduced = alone(entries)

@@ -11,7 +11,7 @@ import reference_sketch as reference
 from workers import some
 
 from jaxsparse import sketch
-from jaxsparse.arrays.hashing import permute
+from jaxsparse.arrays.hashing import permuted
 from jaxsparse.select.fast import Values, streaming_top_k
 from jaxsparse.sketch import SketchSpec, tiles
 from jaxsparse.sketch.heavy import mix_in_random
@@ -416,7 +416,7 @@ def test_places_left_go_to_light_coordinates_and_only_then_to_missed_heavy_ones(
     assert len(chosen) == k
     assert chosen >= set(np.asarray(indices[heavy]).tolist())
     added = chosen - set(np.asarray(indices[heavy]).tolist())
-    drawn = np.asarray(permute(jnp.arange(2 * k, dtype=jnp.int32), size, key))
+    drawn = np.asarray(permuted(jnp.arange(2 * k, dtype=jnp.int32), size, key))
     light_drawn = set(drawn[~is_heavy[drawn]].tolist())
     assert added <= light_drawn if len(light_drawn) >= k // 2 else added > light_drawn
 

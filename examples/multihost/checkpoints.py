@@ -146,7 +146,7 @@ class Checkpoints:
             self._say(f"no checkpoint in {self._directory}: from the start")
             return fresh, start
 
-        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, jaxsparse.checksums.add(fresh))
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, jaxsparse.checksums.attach(fresh))
         jax.tree.map(lambda x: x.delete(), fresh)
         damaged: dict[int, DamagedError] = {}
         while step is not None:
@@ -248,7 +248,7 @@ class Checkpoints:
         self._manager.save(
             progress.step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(jaxsparse.checksums.add(state)),
+                state=ocp.args.StandardSave(jaxsparse.checksums.attach(state)),
                 progress=ocp.args.JsonSave({**saved, "crc32": _crc32(saved)}),
             ),
             force=True,

@@ -71,14 +71,14 @@ def drawn(n: int, *words: Integer[Array, "..."] | int) -> Int[Array, "..."]:
     return bounded(combine(*words), n).astype(jnp.int32)
 
 
-def permute(i: Int[Array, " m"], n: int, key: Key[Array, ""]) -> Int[Array, " m"]:
+def permuted(i: Int[Array, " m"], n: int, key: Key[Array, ""]) -> Int[Array, " m"]:
     """A pseudorandom permutation of 0 .. n - 1, evaluated at `i` only. n <= 2**31.
 
-    `permute(arange(m), n, key)` draws m indices without replacement in O(m). Bijections of 0 .. p -
+    `permuted(arange(m), n, key)` draws m indices without replacement in O(m). Bijections of 0 .. p -
     1, with the next power of two p >= n, mix the indices again and again until they fall below n
     (cycle walking; fewer than two turns on average).
 
-    >>> sorted(permute(jnp.arange(5), 5, jax.random.key(0)).tolist())
+    >>> sorted(permuted(jnp.arange(5), 5, jax.random.key(0)).tolist())
     [0, 1, 2, 3, 4]
     """
     bits = max(1, (n - 1).bit_length())

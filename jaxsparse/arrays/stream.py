@@ -120,7 +120,7 @@ def merge_duplicates(stream: SparseStream, size: int, op: Operation = "sum") -> 
     def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
         started, value = left
         starts, more = right
-        return started | starts, jnp.where(starts, more, combine(op, value, more))
+        return started | starts, jnp.where(starts, more, combine_entries(op, value, more))
 
     _, combined = jax.lax.associative_scan(join, (starts, combined))
     return _last_of_runs(indices, combined, size)
@@ -149,7 +149,7 @@ def add(a: SparseStream, b: SparseStream, size: int, op: Operation = "sum") -> S
     check_operation(op, both.values.dtype)
     indices, values = jax.lax.sort((both.indices, both.values), num_keys=1)
     # A run is a pair at most and needs no scan, which would take twenty times as long to compile.
-    pairs = combine(op, jnp.roll(values, 1), values)
+    pairs = combine_entries(op, jnp.roll(values, 1), values)
     return _last_of_runs(indices, jnp.where(_differs(indices, -1), values, pairs), size)
 
 
@@ -242,7 +242,7 @@ def neutral(op: Operation, dtype: DTypeLike) -> Num[Array, ""]:
     return jnp.array(limits.min if op == "max" else limits.max, dtype)
 
 
-def combine(op: Operation, a: Num[Array, "*shape"], b: Num[Array, "*shape"]) -> Array:
+def combine_entries(op: Operation, a: Num[Array, "*shape"], b: Num[Array, "*shape"]) -> Array:
     """Two arrays of one shape and dtype combined element by element."""
     if isinstance(op, Combination):
         return op.function(a, b)
@@ -262,4 +262,4 @@ def scatter(op: Operation, dense: Num[Array, " d"], indices: Array, values: Arra
         return at.max(values, mode="drop")
     if op == "min":
         return at.min(values, mode="drop")
-    return at.set(combine(op, at.get(mode="fill", fill_value=0), values), mode="drop")
+    return at.set(combine_entries(op, at.get(mode="fill", fill_value=0), values), mode="drop")

@@ -77,7 +77,7 @@ class Coo:
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         del size
         self.check(stream.values.dtype)
-        check_slots(stream)
+        check_stream(stream)
         return jnp.concatenate([bits(stream.indices), bits(stream.values)])
 
     def decode(
@@ -105,7 +105,7 @@ def check_codec(codec: Codec) -> None:
         )
 
 
-def check_slots(stream: SparseStream) -> None:
+def check_stream(stream: SparseStream) -> None:
     """Raises ValueError unless a stream has as many indices as values."""
     indices, values = map(jnp.shape, stream)
     if indices != values or len(indices) != 1:

@@ -19,7 +19,7 @@ from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields, words
 from jaxsparse.arrays.platforms import zeros
 from jaxsparse.arrays.settings import static_int
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs.codec import check_message, check_slots, sorter
+from jaxsparse.codecs.codec import check_message, check_stream, sorter
 from jaxsparse.quantize.entries import EntryValues, entry_values
 from jaxsparse.select.compaction import running_sum
 
@@ -82,7 +82,7 @@ class EliasFano:
 
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         self.check(stream.values.dtype)
-        check_slots(stream)
+        check_stream(stream)
         capacity = stream.capacity
         layout = _layout(capacity, size)
         slots, values, high = self._in_order(stream, size)

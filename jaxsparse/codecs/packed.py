@@ -8,7 +8,7 @@ from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 from jaxsparse.arrays.bits import float_bits, from_float_bits
 from jaxsparse.arrays.magnitude import rounded
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs.codec import check_message, check_slots, sorter
+from jaxsparse.codecs.codec import check_message, check_stream, sorter
 
 # Entries in a range of this many elements have equal upper bits of their indices.
 _RANGE = 2**16
@@ -51,7 +51,7 @@ class Packed:
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         """An empty slot is the word 0, a value of +0 that changes no sum."""
         self.check(stream.values.dtype)
-        check_slots(stream)
+        check_stream(stream)
         indices, values = stream
         ends = jnp.zeros((0,), jnp.uint32)
         if _header(size):

@@ -18,7 +18,7 @@ from jaxsparse.arrays.stream import (
     Operation,
     SparseStream,
     check_operation,
-    combine,
+    combine_entries,
     filled,
     from_dense,
     neutral,
@@ -179,7 +179,7 @@ class MessageFormat:
     def combine(self, x: Num[Array, " size"], arrived: Arrived) -> Array:
         if isinstance(arrived, SparseStream):
             return scatter(self.op, x, *arrived)
-        return combine(self.op, x, arrived)
+        return combine_entries(self.op, x, arrived)
 
     def spread(self, arrived: Arrived) -> Num[Array, " size"]:
         """The vector of what arrived."""

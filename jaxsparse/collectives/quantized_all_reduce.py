@@ -14,8 +14,8 @@ from jaxsparse.comm import wire
 from jaxsparse.quantize.quantizer import (
     Quantizer,
     check_feedback,
-    cut,
     dequantize,
+    first_of,
     from_message,
     padded,
     quantize,
@@ -72,14 +72,14 @@ def quantized_all_reduce(
     total = jnp.where(jnp.arange(m, dtype=jnp.int32) < counts[rank], total, 0)
     message = _pack(total, sum_key, counts[rank], quantizer)
     decoded = _unpack_each(wire.all_gather(message, axis_name), quantizer, m)
-    sums = cut(decoded.reshape(-1), size)
+    sums = first_of(decoded.reshape(-1), size)
     if key is not None:
         return AllReduced(sums, jnp.zeros_like(x), none)
     # The own part is not rounded, but the sum in its place is.
     own = _own_range(workers, rank)
     parts, messages = jnp.where(own, total, rows), jnp.where(own, message, messages)
     lost = parts - _unpack_each(messages, quantizer, m)
-    return AllReduced(sums, cut(lost.reshape(-1), size), none)
+    return AllReduced(sums, first_of(lost.reshape(-1), size), none)
 
 
 def quantized_reduce_scatter(
@@ -105,7 +105,7 @@ def quantized_reduce_scatter(
     total, messages = _sum_ranges(wide, counts, quantizer, axis_name, None)
     lost = rows - _unpack_each(messages, quantizer, sent)[:, :m]
     own = _own_range(workers, wire.axis_index(axis_name))
-    return cut(total, m), jnp.where(own, 0, lost)
+    return first_of(total, m), jnp.where(own, 0, lost)
 
 
 def quantized_all_gather(
@@ -118,7 +118,7 @@ def quantized_all_gather(
     m = sent_size(x.size, quantizer)
     message = _pack(padded(x, m), None, jnp.int32(x.size), quantizer)
     rows = _unpack_each(wire.all_gather(message, axis_name), quantizer, m)
-    return rows[:, : x.size], x - cut(_unpack(message, quantizer, m), x.size)
+    return rows[:, : x.size], x - first_of(_unpack(message, quantizer, m), x.size)
 
 
 def _sum_ranges(

@@ -175,7 +175,7 @@ def place(tree: Any, axis_name: str, mesh: AnyMesh, specs: Any = None) -> Placem
     Raises:
         ValueError: partitions are unknown, or don't fit the tree or the mesh.
     """
-    check_axis(mesh, axis_name)
+    check_has_axis(mesh, axis_name)
     inner = inner_axes(mesh, axis_name)
     if not inner:
         return None
@@ -188,7 +188,7 @@ def place(tree: Any, axis_name: str, mesh: AnyMesh, specs: Any = None) -> Placem
     return Placement(inner, own)
 
 
-def check_axis(mesh: AnyMesh, axis_name: str) -> None:
+def check_has_axis(mesh: AnyMesh, axis_name: str) -> None:
     """Raises ValueError unless the axis is one of the mesh."""
     if axis_name not in mesh.axis_names:
         raise ValueError(

@@ -141,7 +141,7 @@ class Workers:
                 "jax.set_mesh(mesh), or give mesh=. If the axis has another name, give axis_name=. "
                 "To simulate workers on one device, give workers="
             )
-        meshes.check_axis(found, axis_name)
+        meshes.check_has_axis(found, axis_name)
         return cls(found.shape[axis_name], found, axis_name)
 
     @property

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsparse.arrays.settings import entries
-from jaxsparse.contrib.gtopk_sum import gtopk as gtopk_all_reduce
-from jaxsparse.reducers.base import Conservation, Kept, Sums, keep_merged, marked
+from jaxsparse.contrib.gtopk_sum import gtopk_sum as gtopk_all_reduce
+from jaxsparse.reducers.base import Conservation, Kept, Sums, keep_merged, mask_of
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.top_k import SELECTORS
 
@@ -38,5 +38,5 @@ class GTopK(EntryReducer):
         result = gtopk_all_reduce(stream, x.size, axis_name=axis_name, codec=self.codec)
         unselected = x.at[stream.indices].set(0, mode="drop")
         discarded = result.residual if self.residuals == "global" else jnp.zeros_like(x)
-        selected = marked(stream, x.size)
+        selected = mask_of(stream, x.size)
         return keep_merged(x, result.total, unselected + discarded, selected, state)

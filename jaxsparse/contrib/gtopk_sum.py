@@ -10,7 +10,7 @@ from jaxsparse.collectives.spardl import largest_sums
 from jaxsparse.comm import wire
 
 
-def gtopk(
+def gtopk_sum(
     stream: SparseStream,
     size: int,
     *,

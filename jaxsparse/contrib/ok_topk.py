@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxsparse.arrays.settings import Count, check_size, entries, static_float
 from jaxsparse.arrays.stream import add_to
-from jaxsparse.contrib.ok_topk_sum import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
+from jaxsparse.contrib.ok_topk_sum import Agreed, about_top_k, ok_topk_sum as ok_topk_all_reduce
 from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.top_k import SELECTORS

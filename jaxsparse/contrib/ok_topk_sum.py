@@ -206,7 +206,7 @@ def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     return from_dense(x, sampled_else_exact(x, k, sampled, capacity, entries))
 
 
-def ok_topk(
+def ok_topk_sum(
     x: Float[Array, " d"],
     k: int,
     agreed: Agreed,

@@ -241,7 +241,7 @@ class RowsReading(Reading[Known]):
             return inputs
         if (found := self._moved(equation, inputs)) is None:
             knows_rows = "vmap(" in self.scopes  # it was written for rows
-            found = TRUSTED if knows_rows else place(self.around or equation)
+            found = TRUSTED if knows_rows else place_in_source(self.around or equation)
         return every(found)
 
     def _moved(self, equation: Any, inputs: list[Known]) -> Known:
@@ -270,7 +270,7 @@ class RowsReading(Reading[Known]):
         return rows._replace(axis=int(moved))  # and no integer of NumPy
 
 
-def place(equation: Any) -> str:
+def place_in_source(equation: Any) -> str:
     """An equation in an error's words."""
     return f"the {equation.primitive.name} at {compat.place_and_call(equation)}"
 

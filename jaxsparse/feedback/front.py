@@ -22,7 +22,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxsparse.comm import compat, meshes
-from jaxsparse.feedback.axes import TRUSTED, Known, RowAxis, RowsReading, place
+from jaxsparse.feedback.axes import TRUSTED, Known, RowAxis, RowsReading, place_in_source
 from jaxsparse.feedback.mixtures import (
     GRADIENT,
     MEANS,
@@ -61,7 +61,7 @@ def check_front(updates: Any, params: Any = None) -> None:
     for path, x in leaves:
         rows = found.of(known, compat.variable(x))
         if isinstance(rows, RowAxis) and rows not in (_FIRST, TRUSTED):
-            rows = place(made[compat.variable(x)])
+            rows = place_in_source(made[compat.variable(x)])
         if isinstance(rows, str):
             raise ValueError(refusal(rows, f"gradient{keystr(path)}"))
     if params is None:

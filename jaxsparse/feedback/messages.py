@@ -11,7 +11,7 @@ from jaxsparse.arrays.layout import Pieces, join
 from jaxsparse.codecs.codec import bits, from_bits
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.options import Settings
-from jaxsparse.feedback.plan import Plan
+from jaxsparse.feedback.plan import TreePlan
 from jaxsparse.feedback.step import (
     Bucket,
     Carried,
@@ -115,7 +115,7 @@ def post_step(
     gradients: Sequence[Pieces],
     dense: Array,
     before: Carried,
-    plan: Plan,
+    plan: TreePlan,
     settings: Settings,
     axes: Axes,
 ) -> tuple[UInt32[Array, " words"], tuple[Posted, ...], Exchanged]:
@@ -145,7 +145,7 @@ def receive_step(
     gradients: Sequence[Pieces],
     dense: Array,
     before: Carried,
-    plan: Plan,
+    plan: TreePlan,
     settings: Settings,
     axes: Axes,
 ) -> Exchanged:

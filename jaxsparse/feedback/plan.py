@@ -34,7 +34,7 @@ class BucketPlan(NamedTuple):
         return self.reducer.needs_zeros
 
 
-class Plan(NamedTuple):
+class TreePlan(NamedTuple):
     """How the leaves of a tree are exchanged."""
 
     layout: Layout
@@ -103,7 +103,7 @@ def _checked(reducer: Any, path: str) -> Reducer | None:
     return None if reducer is None else check_reducer(reducer, f"policy, for leaf{path}: ")
 
 
-def plan_of(tree: Any, settings: Settings, placement: Placement | None) -> Plan:
+def plan_of(tree: Any, settings: Settings, placement: Placement | None) -> TreePlan:
     """How the leaves of a tree are exchanged, whose shards are placed so.
 
     Raises:
@@ -122,7 +122,7 @@ def _plan_for(
     bucket_size: int | None,
     devices: int = 1,
     dense_elements: int | None = None,
-) -> Plan:
+) -> TreePlan:
     """The plan for one tree structure, given each leaf's reducer; None: uncompressed.
 
     Leaves with equal reducers are laid end to end and exchanged as one vector.
@@ -169,7 +169,7 @@ def _plan_for(
         )
         for i, (reducer, size, pieces) in enumerate(zip(reducers, sizes, layout.buckets))
     )
-    return Plan(layout, buckets, all_dense if dense_elements is None else dense_elements)
+    return TreePlan(layout, buckets, all_dense if dense_elements is None else dense_elements)
 
 
 def _shards(

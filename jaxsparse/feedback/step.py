@@ -14,7 +14,7 @@ from jaxsparse.arrays.magnitude import LARGEST
 from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.options import Settings
-from jaxsparse.feedback.plan import BucketPlan, Plan
+from jaxsparse.feedback.plan import BucketPlan, TreePlan
 from jaxsparse.reducers.base import Info, Reduced
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def run_step(
     gradients: Sequence[Pieces],
     dense: Array,
     before: Carried,
-    plan: Plan,
+    plan: TreePlan,
     settings: Settings,
     axes: Axes,
 ) -> Exchanged:
@@ -106,7 +106,7 @@ def _exchange_each(
     gradients: Sequence[Pieces] | None,
     before: Sequence[Bucket],
     ok: Bool[Array, ""],
-    plan: Plan,
+    plan: TreePlan,
     settings: Settings,
     axes: Axes,
 ) -> tuple[list[Pieces], list[Bucket], list[Info]]:
@@ -139,7 +139,7 @@ def _begin_each(
     gradients: Sequence[Pieces],
     before: Sequence[Bucket],
     ok: Bool[Array, ""] | bool,
-    plan: Plan,
+    plan: TreePlan,
     settings: Settings,
 ) -> list[Bucket]:
     each = zip(gradients, before, plan.buckets)
@@ -237,7 +237,7 @@ def _with(pieces: Pieces, indices: Int[Array, " n"], values: Array) -> Pieces:
     return tuple(changed)
 
 
-def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: Plan) -> Exchanged:
+def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: TreePlan) -> Exchanged:
     """Adds to the residuals the part of the means that rounding to the leaves' dtypes removes.
 
     Args:
@@ -387,7 +387,7 @@ def _all_finite(x: Float[Array, "..."]) -> Array:
     return jnp.all(jax.lax.optimization_barrier(flags)) & jnp.all(jnp.isfinite(x[many:]))
 
 
-def count(elements: int) -> Int[Array, ""]:
+def saturated(elements: int) -> Int[Array, ""]:
     """A static number of elements as an int32; 2**31 - 1 if it is larger."""
     return jnp.int32(min(elements, _MOST))
 
@@ -414,13 +414,13 @@ def count_moved(arrays: Sequence[Array]) -> Int[Array, ""]:
     return saturating_sum(jnp.stack([jnp.int32(0), *counts]))
 
 
-def total(infos: Sequence[Info], plan: Plan, axes: Axes) -> Info:
+def total(infos: Sequence[Info], plan: TreePlan, axes: Axes) -> Info:
     """Counts over buckets and a worker's devices, with uncompressed elements, without padding."""
     delivered, overflow = [jnp.int32(0)], [jnp.int32(0)]
     for one, bucket in zip(infos, plan.buckets):
-        delivered.append(jnp.minimum(one.delivered, count(bucket.size)))
+        delivered.append(jnp.minimum(one.delivered, saturated(bucket.size)))
         overflow.append(one.overflow)
     counts = jnp.stack([jnp.stack(delivered), jnp.stack(overflow)], axis=1)
     compressed, without_room = saturating_sum(counts, axes.inner)
-    both = jnp.stack([compressed, count(plan.dense_elements)])
+    both = jnp.stack([compressed, saturated(plan.dense_elements)])
     return Info(saturating_sum(both), without_room)

@@ -17,7 +17,7 @@ from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.options import Settings
-from jaxsparse.feedback.plan import Plan
+from jaxsparse.feedback.plan import TreePlan
 from jaxsparse.feedback.step import Bucket, Carried, Exchanged
 from jaxsparse.reducers.base import Info
 
@@ -99,7 +99,7 @@ def without_params(state: ErrorFeedbackState) -> ErrorFeedbackState:
     return state._replace(**dict.fromkeys(_OF_LEAVES, jnp.int32(0)))
 
 
-def init_state(plan: Plan, settings: Settings) -> ErrorFeedbackState:
+def init_state(plan: TreePlan, settings: Settings) -> ErrorFeedbackState:
     """The state before the first step: zeros."""
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _described(plan, settings))
     return _marked(
@@ -116,7 +116,7 @@ def init_state(plan: Plan, settings: Settings) -> ErrorFeedbackState:
     )
 
 
-def _described(plan: Plan, settings: Settings) -> dict[str, dict[str, Any]]:
+def _described(plan: TreePlan, settings: Settings) -> dict[str, dict[str, Any]]:
     """Shapes and dtypes of accumulators by field and name, marked where they are a worker's own."""
     layout, packed, dtype = plan.layout, plan.compressed, settings.accumulator_dtype
     # Leaves whose momentum is that of the mean.
@@ -139,7 +139,7 @@ def _described(plan: Plan, settings: Settings) -> dict[str, dict[str, Any]]:
     }
 
 
-def load(state: ErrorFeedbackState, plan: Plan, settings: Settings) -> Carried:
+def load(state: ErrorFeedbackState, plan: TreePlan, settings: Settings) -> Carried:
     """One worker's vectors.
 
     Raises:
@@ -172,7 +172,7 @@ def load(state: ErrorFeedbackState, plan: Plan, settings: Settings) -> Carried:
 
 
 def save(
-    done: Exchanged, before: ErrorFeedbackState, plan: Plan, settings: Settings, axes: Axes
+    done: Exchanged, before: ErrorFeedbackState, plan: TreePlan, settings: Settings, axes: Axes
 ) -> ErrorFeedbackState:
     """The state after a step. A skipped step without a delay changes only `skipped`."""
     carried, rounds = done.carried, ()
@@ -223,11 +223,11 @@ def _marked(state: ErrorFeedbackState, axis_name: str | None) -> ErrorFeedbackSt
     return treedef.unflatten(PerWorker(next(own)) if _is_marked(x) else x for x in leaves)
 
 
-def _rounded(carried: Carried, round_: Array, plan: Plan, axes: Axes) -> Carried:
+def _rounded(carried: Carried, round_: Array, plan: TreePlan, axes: Axes) -> Carried:
     buckets = []
     for i, (b, bucket) in enumerate(zip(carried.buckets, plan.buckets)):
         shapes = [piece.shape for piece in b.residual]
-        narrow = lambda x, key, to=shapes: layouts.cut(rounded(layouts.join(x), key), to)
+        narrow = lambda x, key, to=shapes: layouts.cut(rounded_at_random(layouts.join(x), key), to)
         residual = narrow(b.residual, key_of(round_, 2 * i, axes.all))
         momentum = b.momentum
         if momentum is not None:
@@ -284,7 +284,7 @@ def kinds(state: ErrorFeedbackState) -> ErrorFeedbackState:
     )
 
 
-def rounded(x: Float[Array, " d"], key: UInt32[Array, ""]) -> BFloat16[Array, " d"]:
+def rounded_at_random(x: Float[Array, " d"], key: UInt32[Array, ""]) -> BFloat16[Array, " d"]:
     """`x` as bfloat16, rounded up or down at random so that the result is `x` on average.
 
     Rounding to nearest would drop small gradients that are added to a large residual, at each step
@@ -308,7 +308,7 @@ def key_of(round_: UInt32[Array, ""], number: int, axes: Sequence[str]) -> UInt3
     return hashing.combine(round_, number, *(wire.axis_index(axis) for axis in axes))
 
 
-def _check_origin(state: ErrorFeedbackState, plan: Plan, is_delayed: bool) -> None:
+def _check_origin(state: ErrorFeedbackState, plan: TreePlan, is_delayed: bool) -> None:
     """Raises ValueError if the state was made for other reducers, or with another delay."""
     fix = "pass the state that init(params) made for the same transformation and settings"
     if state.reducer_names != plan.reducer_names:

@@ -24,7 +24,7 @@ from jaxsparse.comm.workers import place_rows
 from jaxsparse.feedback.devices import in_worker, over_rows, spread, typed_as
 from jaxsparse.feedback.messages import Posted, check_messages, post_step, receive_step
 from jaxsparse.feedback.options import Options, Policy, Settings, check_names
-from jaxsparse.feedback.plan import Plan, compiled, plan_of
+from jaxsparse.feedback.plan import TreePlan, compiled, plan_of
 from jaxsparse.feedback.rows import check_extra_args, check_own, read_rows
 from jaxsparse.feedback.step import Exchanged, keep_rounding, run_step
 from jaxsparse.feedback.store import (
@@ -200,7 +200,7 @@ def _run(
 def _on_device(
     settings: Settings,
     step: Callable[..., Exchanged],
-    plan: Plan,
+    plan: TreePlan,
     updates: Any,
     state: ErrorFeedbackState,
     momentum: Any,

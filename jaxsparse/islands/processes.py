@@ -66,7 +66,7 @@ def lead(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
     return result
 
 
-def spread(arrays: Sequence[np.ndarray], like: Sequence[Any]) -> Iterator[np.ndarray]:
+def broadcast(arrays: Sequence[np.ndarray], like: Sequence[Any]) -> Iterator[np.ndarray]:
     """The arrays of the first process, `like` these in shape and dtype, in all of them."""
     if jax.process_count() == 1:
         yield from arrays

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxsparse.islands import snapshots
 from jaxsparse.islands.arithmetic import Begun, Shared, has_residual, place_as, with_own
-from jaxsparse.islands.processes import gather, is_first, lead, spread
+from jaxsparse.islands.processes import broadcast, gather, is_first, lead
 from jaxsparse.islands.records import WEIGHTS, Decision
 from jaxsparse.islands.store import UnreachableError, not_shown
 
@@ -189,7 +189,7 @@ class Round:
             return
         part = member.rounds.part(self.round)
         like = [np.empty(member.rounds.words[part], np.uint32)] * len(decision.members)
-        messages = np.stack(list(spread(self.messages or (), like)))
+        messages = np.stack(list(broadcast(self.messages or (), like)))
         weights = None
         if member.arithmetic.is_weighted:
             weights = np.array([each.weight for each in decision.members], np.float32)

@@ -10,7 +10,7 @@ from safetensors.numpy import save
 
 from jaxsparse.comm.marks import map_marked
 from jaxsparse.islands.arithmetic import Shared, place_as, shared_leaves
-from jaxsparse.islands.processes import gather, is_first, lead, spread
+from jaxsparse.islands.processes import broadcast, gather, is_first, lead
 from jaxsparse.islands.protocol import Rounds
 from jaxsparse.islands.records import DTYPES, BrokenError, ForeignError, Snapshot
 from jaxsparse.islands.store import UnreachableError, not_shown, of_another_run
@@ -75,7 +75,7 @@ def read_newest(rounds: Rounds, shared: Shared, after: int = -1) -> tuple[Shared
     round = lead(read)
     if round is None:
         return None
-    return _with_arrays(shared, spread(arrays, [x for _, x in like])), round
+    return _with_arrays(shared, broadcast(arrays, [x for _, x in like])), round
 
 
 def _with_arrays(shared: Shared, arrays: Iterable[np.ndarray]) -> Shared:

@@ -27,7 +27,7 @@ from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
     QuantizedVector,
     check_group_size,
-    cut,
+    first_of,
     in_groups,
     repeated,
 )
@@ -175,7 +175,7 @@ class Format:
         else:
             values = x if not self.scale_bits else self._relative(x, scales)
             packed = pack_fields(float_bits(within(values, self._dtype), self._dtype), bits)
-        return QuantizedVector(cut(packed, field_words(size, bits)), scales)
+        return QuantizedVector(first_of(packed, field_words(size, bits)), scales)
 
     def dequantize(self, quantized: QuantizedVector, size: int) -> Float[Array, " size"]:
         words, bits = quantized.words, int(self.bits)

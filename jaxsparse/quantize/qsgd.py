@@ -20,7 +20,7 @@ from jaxsparse.quantize.packing import check_bits, pack, unpack
 from jaxsparse.quantize.quantizer import (
     QuantizedVector,
     check_group_size,
-    cut,
+    first_of,
     in_groups,
     repeated,
 )
@@ -156,7 +156,7 @@ class QSGD:
         level = jnp.minimum(level, self.levels).astype(jnp.int32)
         packed = pack(jnp.where(x < 0, -level, level), self.bits)
         return QuantizedVector(
-            cut(packed, field_words(size, self.bits)), jnp.where(empty, 0, scales)
+            first_of(packed, field_words(size, self.bits)), jnp.where(empty, 0, scales)
         )
 
     def dequantize(self, quantized: QuantizedVector, size: int) -> Float[Array, " size"]:

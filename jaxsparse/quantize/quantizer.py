@@ -191,7 +191,7 @@ def padded(x: Float[Array, " d"], size: int) -> Float[Array, " size"]:
     return x if x.size == size else _kept(jnp.pad(x, (0, size - x.size)))
 
 
-def cut(x: Shaped[Array, " n"], size: int) -> Shaped[Array, " size"]:
+def first_of(x: Shaped[Array, " n"], size: int) -> Shaped[Array, " size"]:
     """The first `size` elements. See `_kept`."""
     return x if x.size == size else _kept(x)[:size]
 

@@ -365,7 +365,7 @@ def keep_rest(x: Float[Array, " d"], sums: SparseStream, state: Any) -> tuple[Su
     return counted, Kept(residual, sent, state, sums.indices)
 
 
-def marked(stream: SparseStream, size: int) -> Bool[Array, " d"]:
+def mask_of(stream: SparseStream, size: int) -> Bool[Array, " d"]:
     """A mask of the elements at which the stream has an entry other than 0."""
     index = jnp.where(stream.values != 0, stream.indices, size)
     return filled(size, False, index).at[index].set(True, mode="drop")

@@ -16,7 +16,7 @@ from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.blocks import (
     BlockReducer,
     Room,
-    agree,
+    agree_on_blocks,
     block_residual,
     check_bounded,
     contribution,
@@ -69,7 +69,7 @@ class OmniReduce(BlockReducer):
             return Dense().reduce(x, next_state, axis_name)
 
         selected = select_blocks(x, self.block_size, self.density)
-        kept = agree(selected, capacity, self.block_size, state, axis_name)
+        kept = agree_on_blocks(selected, capacity, self.block_size, state, axis_name)
         own = contribution(x, selected, kept.indices, self.block_size)
         total = wire.psum(own.values, axis_name)
 

@@ -129,7 +129,7 @@ def take(
     return compact_ranked(rank, jnp.equal, 2, capacity)
 
 
-def agree(
+def agree_on_blocks(
     selected: Bool[Array, " blocks"],
     capacity: int,
     block_size: int,

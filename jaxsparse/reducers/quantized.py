@@ -12,8 +12,8 @@ from jaxsparse.quantize.qsgd import QSGD
 from jaxsparse.quantize.quantizer import (
     Quantizer,
     check_feedback,
-    cut,
     dequantize,
+    first_of,
     from_message,
     padded,
     quantize,
@@ -88,13 +88,13 @@ class GatheredQuantized(Gathered, Quantized):
         values = padded(x, sent_size(x.size, self.quantizer))
         found = quantize(values, self.quantizer, key, jnp.int32(x.size))
         message = to_message(found, self.quantizer)
-        lost = jnp.zeros_like(x) if is_random else x - cut(self._decoded(message, x.size), x.size)
-        return message, Kept(lost, None, state)
+        arrives = lambda: first_of(self._decoded(message, x.size), x.size)
+        return message, Kept(jnp.zeros_like(x) if is_random else x - arrives(), None, state)
 
     def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
         add = lambda total, message: (total + self._decoded(message, size), None)
         first = self._decoded(messages[0], size)
-        return Sums(cut(jax.lax.scan(add, first, messages[1:])[0], size))
+        return Sums(first_of(jax.lax.scan(add, first, messages[1:])[0], size))
 
     def _decoded(self, message: UInt32[Array, " words"], size: int) -> Float[Array, " sent"]:
         """What a message says. Behind the first `size` values, numbers mean nothing."""

@@ -107,7 +107,7 @@ class RandomK(SeededReducer):
         check_size("x.size", x.size)
         key = jax.random.fold_in(jax.random.key(self.seed), state.draws)
         k = entries(self.density, x.size)
-        chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)
+        chosen = hashing.permuted(jnp.arange(k, dtype=jnp.int32), x.size, key)
         drawn = x.at[chosen].get(unique_indices=True)
         sums, kept = settle(drawn, *self.inner.reduce(drawn, state.inner, axis_name))
         kept = kept.whole(drawn)

@@ -16,7 +16,7 @@ from jaxsparse.reducers.block_sparse import OmniReduce
 from jaxsparse.reducers.blocks import (
     BlockReducer,
     Room,
-    agree,
+    agree_on_blocks,
     check_bounded,
     select_blocks,
     selected_count,
@@ -153,7 +153,7 @@ class S2(BlockReducer, SeededReducer):
             return exact.reduce(x, state, axis_name)
 
         selected = select_blocks(x, self.block_size, self.density)
-        kept = agree(selected, plan.capacity, self.block_size, state, axis_name)
+        kept = agree_on_blocks(selected, plan.capacity, self.block_size, state, axis_name)
         own_indices = compact(selected & _marked(kept.indices, selected.size), plan.selected)
         own = blocks.from_dense(x, own_indices, self.block_size)
 

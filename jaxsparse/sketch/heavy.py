@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
-from jaxsparse.arrays.hashing import combine, permute
+from jaxsparse.arrays.hashing import combine, permuted
 from jaxsparse.arrays.platforms import zeros
 from jaxsparse.arrays.settings import check_k, check_seed, check_size
 from jaxsparse.select.compaction import compact_ranked
@@ -103,7 +103,7 @@ def mix_in_random(
     ones take the places left.
     """
     k = indices.shape[0]
-    drawn = permute(jnp.arange(min(2 * k, size), dtype=jnp.int32), size, key)
+    drawn = permuted(jnp.arange(min(2 * k, size), dtype=jnp.int32), size, key)
     kept = zeros((size,), jnp.bool_, (indices, heavy)).at[indices].set(heavy)
     new, drawn_heavy = ~kept[drawn], is_heavy(drawn)
     # In this order: the heavy ones to keep, new ones that are not heavy, new ones that are.

@@ -17,7 +17,7 @@ from jaxsparse.traffic.report import (
     axes_crossed,
     check_axis,
     merged,
-    scaled,
+    repeated,
     size_and_bytes,
 )
 
@@ -227,7 +227,7 @@ class _Reader:
             return every
         if opcode == "while" and (trips := instruction.trip_count) is not None:
             # The condition runs once more than the body, when it fails.
-            return merged([scaled(every, trips), *inside["condition"]], self.axis_names)
+            return merged([repeated(every, trips), *inside["condition"]], self.axis_names)
         names = ", ".join(repr(c.op_name or c.name) for c in every.collectives)
         raise ValueError(
             f"{opcode} {instruction.name!r} ({instruction.op_name or 'no op_name'}) runs {names} "

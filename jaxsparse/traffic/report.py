@@ -285,6 +285,6 @@ def merged(parts: Iterable[WireBytes], axis_names: tuple[str, ...] = ()) -> Wire
     return WireBytes(tuple(each for moved in parts for each in moved.parts), axis_names)
 
 
-def scaled(moved: WireBytes, times: int) -> WireBytes:
+def repeated(moved: WireBytes, times: int) -> WireBytes:
     """The bytes of a program that runs `times` times."""
     return moved._only(lambda axes: True, times)

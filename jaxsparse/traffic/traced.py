@@ -23,7 +23,7 @@ from jaxsparse.traffic.report import (
     WireBytes,
     axes_crossed,
     merged,
-    scaled,
+    repeated,
     size_and_bytes,
 )
 
@@ -142,7 +142,7 @@ def _traffic(program: Jaxpr, extents: dict[str, int]) -> WireBytes:
         if name == "cond":
             inner = WireBytes((Conditional(name, 1, tuple(inside), _where(equation)),))
         elif name == "scan":
-            inner = scaled(inner, parameters["length"])
+            inner = repeated(inner, parameters["length"])
         elif name not in compat.CALLS:
             raise ValueError(
                 f"{name} ({_where(equation)}) runs {inner.collectives[0].name} a number of times "

@@ -35,11 +35,11 @@ class Checksummed(NamedTuple):
     checksums: UInt32[Array, " leaves"]
 
 
-def add(state: Any) -> Checksummed:
+def attach(state: Any) -> Checksummed:
     """A state to be saved, with a checksum of 32 bits for each array.
 
-        manager.save(step, args=ocp.args.StandardSave(jaxsparse.checksums.add(state)))
-        target = jax.tree.map(as_saved, jaxsparse.checksums.add(new))
+        manager.save(step, args=ocp.args.StandardSave(jaxsparse.checksums.attach(state)))
+        target = jax.tree.map(as_saved, jaxsparse.checksums.attach(new))
         restored = manager.restore(step, args=ocp.args.StandardRestore(target))
         state = jaxsparse.checksums.verify(restored)
 
@@ -57,7 +57,7 @@ def add(state: Any) -> Checksummed:
         ValueError: a leaf is no array.
 
     Example:
-        >>> saved = add({"w": jnp.arange(3.0)})
+        >>> saved = attach({"w": jnp.arange(3.0)})
         >>> verify(saved)["w"].tolist()
         [0.0, 1.0, 2.0]
         >>> verify(saved._replace(state={"w": jnp.arange(3.0).at[2].set(2.5)}))
@@ -76,7 +76,7 @@ def add(state: Any) -> Checksummed:
 
 
 def verify(saved: Any) -> Any:
-    """The state of a restored `checksums.add`, if all its arrays are as they were saved.
+    """The state of a restored `checksums.attach`, if all its arrays are as they were saved.
 
     Args:
         saved: the restored tree, or a dict of its two parts, as libraries restore it by name. It
@@ -94,7 +94,7 @@ def verify(saved: Any) -> Any:
     if expected.shape != (len(found),):
         raise ValueError(
             f"the state has {len(found)} arrays and {expected.size} checksums: restore it into "
-            "jaxsparse.checksums.add(state) of a state of the program that saved it"
+            "jaxsparse.checksums.attach(state) of a state of the program that saved it"
         )
     if wrong := [name for (name, own), other in zip(found.items(), expected) if own != other]:
         raise ValueError(

@@ -15,7 +15,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxsparse.comm import compat, shard_maps
 from jaxsparse.comm.flow import Reading
-from jaxsparse.feedback.axes import ELEMENTWISE, TRUSTED, Known, RowAxis, RowsReading, place
+from jaxsparse.feedback.axes import (
+    ELEMENTWISE,
+    TRUSTED,
+    Known,
+    RowAxis,
+    RowsReading,
+    place_in_source,
+)
 
 
 class _Alike(NamedTuple):
@@ -253,7 +260,7 @@ class _RowsOfBatch(RowsReading):
         is_of_batch = [isinstance(x, RowAxis | str) for x in inputs]
         if not any(is_of_batch):
             return [_alike(equation, inputs, x.aval.shape) for x in equation.outvars]
-        where = place(self.around or equation)
+        where = place_in_source(self.around or equation)
         if id(equation) in self._by_rank and is_of_batch[0]:
             self._say(
                 f"{where} takes a part of one worker's rows by the worker's number, in a "

@@ -13,7 +13,7 @@ from jaxsparse.comm.marks import check_wrapped, is_marked
 from jaxsparse.comm.meshes import kind_of, names_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.comm.workers import Workers
-from jaxsparse.training.sharding import has_owners, partition, shard
+from jaxsparse.training.sharding import has_owners, shard, spec_of
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
             there = target.sharding if kind_of(target) else None
             return jnp.asarray(rows(range(workers)), device=there)
         if like is not None:
-            parts = partition(name, target, mesh, axis_name, True)[1:]
+            parts = spec_of(name, target, mesh, axis_name, True)[1:]
         else:
             parts = _kept(name, x, mesh, True)[1:] if is_cut else ()
 
@@ -123,7 +123,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
             x = _of_devices(path, x, target)
         if not isinstance(mesh, Mesh) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
             return x
-        spec = partition(name, target, mesh, axis_name, may_be_owned=may_be_owned)
+        spec = spec_of(name, target, mesh, axis_name, may_be_owned=may_be_owned)
         return jax.device_put(x, NamedSharding(mesh, spec, memory_kind=kind_of(target)))
 
     each = [(path, x, target) for (path, x), target in zip(leaves, targets)]

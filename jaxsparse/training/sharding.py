@@ -82,7 +82,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
                     f"cannot be spread over {workers}: carry the state over to another number of "
                     "workers with jaxsparse.reshard(state, mesh), or start from tx.init(params)"
                 )
-        return partition(name, x, mesh, axis_name, marked, may_be_owned)
+        return spec_of(name, x, mesh, axis_name, marked, may_be_owned)
 
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -114,7 +114,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
     return released(treedef.unflatten([found[i] for i in range(len(arrays))]))
 
 
-def partition(
+def spec_of(
     name: str,
     x: Any,
     mesh: Mesh | int,
