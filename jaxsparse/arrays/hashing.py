@@ -74,8 +74,8 @@ def drawn(n: int, *words: Integer[Array, "..."] | int) -> Int[Array, "..."]:
 def permuted(i: Int[Array, " m"], n: int, key: Key[Array, ""]) -> Int[Array, " m"]:
     """A pseudorandom permutation of 0 .. n - 1, evaluated at `i` only. n <= 2**31.
 
-    `permuted(arange(m), n, key)` draws m indices without replacement in O(m). Bijections of 0 .. p -
-    1, with the next power of two p >= n, mix the indices again and again until they fall below n
+    `permuted(arange(m), n, key)` draws m indices without replacement in O(m). Bijections of 0 .. p
+    - 1, with the next power of two p >= n, mix the indices again and again until they fall below n
     (cycle walking; fewer than two turns on average).
 
     >>> sorted(permuted(jnp.arange(5), 5, jax.random.key(0)).tolist())
