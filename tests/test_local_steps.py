@@ -552,6 +552,9 @@ PACES = {
     "at once": ([(5, 6, 5), (4, 3, 0)], 0.25),
     # After the last step the new number says that fragment 0 has just been exchanged.
     "ends": ([(7, 4, 0), (0, 7, 0)], 0.5),
+    # An exchange arrived after the last step, or was made at once: the state knows, not the pace.
+    "ends as it arrives": ([(6, 4, 2), (0, 4, 0)], 0.5),
+    "ends at once": ([(5, 4, 0), (0, 4, 1)], 0.5),
 }
 
 
@@ -585,6 +588,22 @@ def test_another_pace_loses_no_step(name):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     close([*found, flat(state.params)], expected)
     close([*own, own_of(state)], expected_own)
+
+
+@pytest.mark.parametrize("to", [outer.Streaming(1, 2), outer.Streaming(1, 0), None], ids=str)
+def test_an_exchange_on_its_way_arrives_as_it_would_have(to):
+    """Saved after each step, and restored with another overlap. `mixing` is the default."""
+    tree, make = moves(6, 2), functools.partial(LocalSteps, walk, *diloco(), 2, every=4)
+    train = make(streaming=outer.Streaming(1, 2))
+    _, _, state = run(train, tree, finish=False)
+    expected = jax.device_get(train.finish(state))
+    for steps in (4, 5, 6):  # the exchange begins after 4, and arrives after 6
+        _, _, state = run(train, at(tree, np.s_[:steps]), finish=False)
+        other = make(streaming=to if steps > 4 else outer.Streaming(1, 2))
+        state = jax.tree.map(jnp.array, jax.device_get(state))
+        for t in range(steps, 6):
+            state, _ = other(state, at(tree, t))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.finish(state)), expected)
 
 
 def test_a_state_is_not_counted_inside_a_program():

@@ -194,7 +194,7 @@ class LocalSteps:
             raise ValueError(
                 f"streaming={streaming!r} must be None or as jaxsparse.outer.Streaming(fragments)"
             )
-        self.streaming = streaming or Streaming(1, overlap=0, mixing=0.0)
+        self.streaming = streaming or Streaming(1, overlap=0)
         if streaming is not None:
             _check_streaming(streaming, every)
         self._exchange, is_whole = exchange, self.streaming.fragments == 1
@@ -230,7 +230,7 @@ class LocalSteps:
         mix = lambda fragments, mixing: alone(
             functools.partial(worker.mix, fragments=fragments, mixing=mixing)
         )
-        self.mixed = [mix([p], self.streaming.mixing) for p in parts]
+        self.mixed = [mix([p], self.streaming.mixes(at_once=False)) for p in parts]
         self._settled = mix(parts, 0.0)
         self._left = alone(worker.left, donate_argnums=())
 
@@ -316,7 +316,7 @@ class LocalSteps:
             state, out = self.streamed[fragment](state, batch, *rest)
             arrives[fragment] = t + overlap
         for p in [p for p, at in enumerate(arrives) if at == t + 1]:
-            state = self.mixed[p](state)
+            state, arrives[p] = self.mixed[p](state), t
         if not overlap and (fragment := self.due(t + 1)) is not None:
             self._meet("exchanges", t + 1)
             if arrives[fragment] > t + 1:  # it began with an overlap
@@ -355,16 +355,17 @@ class LocalSteps:
         self._meet("finishes", steps)
         for p in [p for p, at in enumerate(arrives) if at > steps]:
             state = self.mixed[p](state)
-        mixes_at_once = self.streaming.mixing and not self.streaming.overlap
         for p, exchange in enumerate(self.outer):
             # Workers that mix are elsewhere right after an exchange, too.
-            is_due = not (mixes_at_once and arrives[p] == steps)
+            is_due = arrives[p] != steps
             for _ in range(2):
                 left, outcome = jax.device_get((self._left(state), state.outcome))
                 if left[p] and (is_due or outcome[p] == 1):
                     state = exchange(state)
                 is_due = False
-        state = self._settled(state) if self.streaming.mixing else state
+        # They may have mixed by other settings, too.
+        if jax.device_get(self._left(state)).any():
+            state = self._settled(state)
         self._last = None, 0, []
         return state
 

@@ -47,7 +47,8 @@ class LocalState(NamedTuple):
         skipped: int32, number of exchanges that did not count.
         steps: int32, number of steps done.
         arrives: int32[fragments], the number of steps after which the result of each fragment's
-            last exchange arrives, or has arrived. It is on its way while that is more than `steps`.
+            last exchange arrives. It is on its way while that is more than `steps`, and equal to
+            `steps` right after an exchange that nothing ran beside.
         weight: float32[fragments] of each worker, marked `PerWorker`: what its steps since a
             fragment's last exchange weigh. () if all workers count alike.
     """
@@ -118,13 +119,12 @@ class Worker(NamedTuple):
         """Exchanges a fragment, and lets workers go on from the result."""
         worker = PerWorker.unwrap(state.worker)
         broken = self._broken(worker)
-        state = self._exchanged(state, worker, broken, fragment)
+        state = self._exchanged(state, worker, broken, fragment, 0)
         worker = put_back(self.params, worker, state.params, broken)
         if fragment == 0:
             worker = self._averaged(worker, broken)
-        return self.mix(
-            state._replace(worker=PerWorker.wrap(worker)), [fragment], self.streaming.mixing
-        )
+        worker = self._mixed(worker, state, fragment, self.streaming.mixes(at_once=True))
+        return state._replace(worker=PerWorker.wrap(worker))
 
     def step_beside(
         self, state: LocalState, batch: Any, *rest: Any, fragment: int
@@ -136,7 +136,7 @@ class Worker(NamedTuple):
         after = put_back(self.params, after, state.params, broken)
         if fragment == 0:
             after = self._averaged(after, self._broken(after))
-        state = self._exchanged(state, worker, broken, fragment)
+        state = self._exchanged(state, worker, broken, fragment, self.streaming.overlap)
         state = state._replace(
             worker=PerWorker.wrap(after),
             steps=state.steps + 1,
@@ -144,7 +144,7 @@ class Worker(NamedTuple):
         )
         return state, PerWorker.wrap(out)
 
-    def mix(self, state: LocalState, fragments: Sequence[int], mixing: float | None) -> LocalState:
+    def mix(self, state: LocalState, fragments: Sequence[int], mixing: float) -> LocalState:
         """Lets workers go on from exchanges that have arrived, with this weight of their own.
 
         If an exchange did not count, because a worker was broken, the others keep what they still
@@ -153,7 +153,8 @@ class Worker(NamedTuple):
         worker = PerWorker.unwrap(state.worker)
         for fragment in fragments:
             worker = self._mixed(worker, state, fragment, mixing)
-            state = state._replace(arrives=state.arrives.at[fragment].min(state.steps))
+            # Less than the steps done: workers have moved since it began, see `LocalSteps.finish`.
+            state = state._replace(arrives=state.arrives.at[fragment].min(state.steps - 1))
         return state._replace(worker=PerWorker.wrap(worker))
 
     def left(self, state: LocalState) -> Bool[Array, " fragments"]:
@@ -168,7 +169,7 @@ class Worker(NamedTuple):
         return wire.pmax(found.astype(jnp.float32), self.axis_name) > 0
 
     def _exchanged(
-        self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int
+        self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int, overlap: int
     ) -> LocalState:
         """The state after the exchange of a fragment's displacements, if that counts."""
         params = self.part(state.params, fragment)
@@ -201,7 +202,7 @@ class Worker(NamedTuple):
             outer=tuple(outer),
             outcome=state.outcome.at[fragment].set(outcome),
             skipped=state.skipped + jnp.where(ok, 0, 1),
-            arrives=state.arrives.at[fragment].set(state.steps + self.streaming.overlap),
+            arrives=state.arrives.at[fragment].set(state.steps + overlap),
             weight=PerWorker.wrap(weight),
         )
 
@@ -221,7 +222,7 @@ class Worker(NamedTuple):
         own = jnp.where(is_dropped, 0, jnp.asarray(own).astype(jnp.float32))
         return jax.tree.map(lambda before: before + own, weight)
 
-    def _mixed(self, worker: Any, state: LocalState, fragment: int, mixing: float | None) -> Any:
+    def _mixed(self, worker: Any, state: LocalState, fragment: int, mixing: float) -> Any:
         """The worker after a fragment's last exchange: mixed with it, unchanged, or set back."""
         places = picked("params", self.params, worker)
         leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(state.params)
