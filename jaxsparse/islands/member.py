@@ -132,7 +132,7 @@ class Member:
         self.rounds.life = lead(self.rounds.begin_life)
         shared = Shared(state.params, state.outer)
         idle = self.begin_idle(shared, state.round)
-        return state, Round(self, shared, state.round, idle, weight=state.owed)
+        return state, Round(self, shared, state.round, idle, weight=state.owed, owed=state.owed)
 
     def begin(
         self, state: IslandState, loss: float | None = None
@@ -149,7 +149,10 @@ class Member:
             worker = self.arithmetic.put_back(state.worker, state.params)
             return state._replace(worker=worker, steps=0, weight=state.owed), None
         weight = state.weight if self.arithmetic.is_weighted else 1.0
-        exchange = Round(self, shared, state.round, begun, begun, weight, took, loss, is_late=False)
+        weights = weight, state.owed
+        exchange = Round(
+            self, shared, state.round, begun, begun, *weights, took, loss, is_late=False
+        )
         return state._replace(steps=0), exchange
 
     def begin_idle(self, shared: Shared, round: int) -> Begun:
