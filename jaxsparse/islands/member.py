@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxsparse.arrays.layout import narrow
 from jaxsparse.islands import snapshots as stored
 from jaxsparse.islands.arithmetic import Arithmetic, Begun, Shared
-from jaxsparse.islands.processes import check_alike, lead
+from jaxsparse.islands.processes import check_alike, check_weight, lead
 from jaxsparse.islands.protocol import Rounds
 from jaxsparse.islands.round import Report, Round
 from jaxsparse.islands.store import Objects, check_name
@@ -141,6 +141,8 @@ class Member:
 
         If parameters are not finite, there is no exchange: the island starts the round anew.
         """
+        if self.arithmetic.is_weighted:
+            check_weight(state.weight)
         shared = Shared(state.params, state.outer)
         begun = self._begin(self.arithmetic.pick(state.worker), *shared, state.round)
         took, self._began = self.clock() - self._began, self.clock()

@@ -119,7 +119,7 @@ class Islands:
             optimizer's; the store holds another run; or parameters are not on devices of all
             processes of this island.
         RuntimeError: from `join`, processes of this island differ. From a call, another process
-            has joined under its name.
+            has joined under its name, or processes give unequal weights.
         ConnectionError: the store does not answer for `patience` seconds.
     """
 
