@@ -412,6 +412,21 @@ def test_rules_of_an_exchange_are_for_the_whole_and_not_for_each_fragment():
             make(exchange).init((small,))
 
 
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+def test_rows_of_a_stack_are_compressed_as_the_whole(fragments):
+    """Fragments of a stack have fewer than 1,024 elements, and the stack has more."""
+    start = {"head": jnp.zeros((64, 32)), "layers": {"w": jnp.zeros((4, 24, 12))}}
+    streaming = outer.Streaming(fragments, overlap=0)
+    step = lambda state, move: ((jax.tree.map(lambda x: x - move[0], state[0]),), ())
+    train = LocalSteps(step, jaxsparse.top_k(0.5), optax.sgd(1.0), 2, every=4, streaming=streaming)
+    state = train.init((start,))
+    residuals = [jax.tree.leaves(exchange.residual) for exchange, _ in state.outer]
+    assert sum(x.size for x in jax.tree.leaves(residuals)) == 2 * (64 * 32 + 4 * 24 * 12)
+    for t in range(4):
+        state, _ = train(state, jnp.ones(2), t)
+    assert int((state.params["layers"]["w"] == 0).sum()) > 0
+
+
 def test_stages_exchange_at_their_bounds():
     """Post-local SGD: after each of 5 steps, then every third, and from 10 on every fourth."""
     train = LocalSteps(walk, *diloco(), 2, every=Stages((1, 3, 4), (5, 10)))

@@ -31,7 +31,6 @@ from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.static_leaves import held, released, with_flags_held
 from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback import Exchange
-from jaxsparse.feedback.plan import reducers_of
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.parallel import run_on_workers
@@ -197,10 +196,9 @@ class LocalSteps:
         self.streaming = streaming or Streaming(1, overlap=0)
         if streaming is not None:
             _check_streaming(streaming, every)
-        self._exchange, is_whole = exchange, self.streaming.fragments == 1
         worker = Worker(
             step,
-            optax.chain(exchange if is_whole else exchange.of_parts(), optimizer),
+            exchange,
             optimizer,
             axis_name,
             params or params_of,
@@ -253,10 +251,9 @@ class LocalSteps:
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         made = functools.partial(shapes_of, mesh=self._mesh) if is_abstract else Worker.start
         start = made(self._worker, state)
-        reducers_of(start.params, self._exchange.settings)  # raises unless they fit the whole
         for p in range(self.streaming.fragments):
             part = jax.eval_shape(functools.partial(self._worker.part, fragment=p), start.params)
-            check(self._worker.outer, part, axis_name=self._axis_name)
+            check(self._worker.outer(start.params), part, axis_name=self._axis_name)
         whole = start if is_abstract else shard(start, self._mesh, self._axis_name)
         own = held(_unmarked(whole.worker))
         found = second_copies(self._worker.params, self._worker.average, own)

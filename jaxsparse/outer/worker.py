@@ -66,11 +66,11 @@ class LocalState(NamedTuple):
 class Worker(NamedTuple):
     """One worker's part. The attributes are the arguments of `jaxsparse.LocalSteps`.
 
-    `outer` is exchange and optimizer, one behind the other.
+    `exchange_by` is its `exchange`.
     """
 
     train: Step
-    outer: optax.GradientTransformationExtraArgs
+    exchange_by: Exchange
     optimizer: optax.GradientTransformation
     axis_name: str
     params: Select
@@ -94,7 +94,7 @@ class Worker(NamedTuple):
             )
         params = jax.tree.map(widened, self.params(state))
         parts = range(self.streaming.fragments)
-        outer = tuple(self.outer.init(self.part(params, p)) for p in parts)
+        outer = tuple(self.outer(params).init(self.part(params, p)) for p in parts)
         check_optimizer(self.optimizer, outer[0][1], self.part(params, 0))
         return LocalState(
             worker=PerWorker.wrap(state),
@@ -179,7 +179,7 @@ class Worker(NamedTuple):
         if self.weight is not None:
             moved = weighted(moved, weight[fragment], self.axis_name)
         before = state.outer[fragment]
-        updates, after = self.outer.update(moved, before, params)
+        updates, after = self.outer(state.params).update(moved, before, params)
         updated = optax.apply_updates(params, updates)
         flag = jnp.where(broken, jnp.float32(1), jnp.float32(0))
         any_broken = wire.pmax(flag, self.axis_name) > 0
@@ -278,6 +278,10 @@ class Worker(NamedTuple):
         places = self._maxima(params)
         highest = lambda i: wire.pmax(widened(own[i]), self.axis_name)
         return replaced(params, places, [jnp.where(ok, highest(i), whole[i]) for i in places])
+
+    def outer(self, params: Any) -> optax.GradientTransformationExtraArgs:
+        """Exchange and optimizer, one behind the other, for parts of these parameters."""
+        return optax.chain(self.exchange_by.of_parts(params), self.optimizer)
 
     def _fragment(self, params: Any, fragment: int) -> dict[int, Rows]:
         """The places of a fragment's leaves among those of the parameters, and its rows of each."""
