@@ -103,10 +103,13 @@ class Link:
         self._store, self.error = store, None
 
     def __getattr__(self, operation):
-        assert jax.process_index() == 0, "another process asks the store"
-        if self.error is not None:
-            raise self.error
-        return getattr(self._store, operation)
+        def ask(*args):
+            assert jax.process_index() == 0, "another process asks the store"
+            if self.error is not None:
+                raise self.error
+            return getattr(self._store, operation)(*args)
+
+        return ask
 
 
 @contextlib.contextmanager

@@ -650,7 +650,7 @@ def test_a_folder_is_a_store(tmp_path):
         jaxsparse.islands.Store(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize("url", ["nothing://x", "s3://"])
+@pytest.mark.parametrize("url", ["nothing://x", "s3://", "", None])
 def test_an_unknown_url_is_refused(url):
     with pytest.raises(ValueError, match="is no store"):
         jaxsparse.islands.Store(url)
@@ -864,6 +864,9 @@ WRONG = {
         {"optimizer": optax.monitor({"norm": lambda updates, **_: optax.tree.norm(updates)})},
         r"from {} to {.*\['norm'\].*leave it out",
     ),
+    "step": ({"step": None}, "step=None must be a function of state and batch"),
+    "params": ({"params": lambda: 0}, "must be a function of state: write params=lambda state"),
+    "loss": ({"loss": 3}, "loss=3 must be a function of out: write loss=lambda out"),
     "quorum": ({"quorum": 1.5}, "quorum=1.5 must be an int"),
     "overlap": ({"overlap": 2}, "overlap=2 must be less than every=2"),
     "grace": ({"grace": -1.0}, "grace=-1.0 must be a number of seconds"),
@@ -908,6 +911,19 @@ def test_wrong_settings_are_refused(what):
     given, message = WRONG[what]
     with pytest.raises(ValueError, match=message):
         trainer(reference.Memory(), **given).join((jnp.zeros(8),))
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        (None, r"store=None is no store: give jaxsparse\.islands\.Store\(url\)"),
+        (jaxsparse.islands.Store, "store=<class .*Store'> is no store"),
+        ("s3://bucket/run", r"is a text: give jaxsparse\.islands\.Store\('s3://bucket/run'\)"),
+    ],
+)
+def test_what_is_no_store_is_refused(store, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(store)
 
 
 def test_a_state_in_host_memory_is_refused():

@@ -679,7 +679,7 @@ def test_a_step_may_branch_on_flags_and_strings_behind_the_batch():
 
     train = LocalSteps(step, *MEAN, 2, every=2, streaming=outer.Streaming(1, overlap=1, mixing=0.0))
     state = train.init((jnp.zeros(2),))
-    for t, is_halved in enumerate((True, False, False)):
+    for t, is_halved in enumerate((True, False, np.bool_(False))):
         options = {"mode": "train", "rate": 1.0 + t}
         train.lower(state, jnp.ones(2), None, is_halved, options)
         state, _ = train(state, jnp.ones(2), t, is_halved, options)
@@ -981,6 +981,8 @@ def test_wrong_calls():
     w = jnp.zeros(2)
     make = lambda body, **more: LocalSteps(body, *diloco(), 2, **more)
     fine = lambda s, b: ((s[0] - b.mean(),), ())
+    with pytest.raises(ValueError, match="step=None must be a function of state and batch"):
+        make(None)
     train = make(fine)
     state, _ = train(train.init((w,)), jnp.ones((2, 1)), 0)
     for t in (0, 2, -1):
@@ -1093,6 +1095,13 @@ def test_wrong_weights():
     train = make(lambda b: b)
     with pytest.raises(ValueError, match=r"weight has shape \(1, 1\) and dtype float32"):
         train(train.init(start), jnp.ones((2, 1)), 0)
+    for own, match in ((None, "None of type NoneType"), ([1.0], "of type list"), ("3", "type str")):
+        train = make(lambda b, own=own: own)
+        with pytest.raises(ValueError, match=f"weight is .*{match}, but it is one number"):
+            train(train.init(start), jnp.ones((2, 1)), 0)
+    for wrong in (lambda: None, 3):
+        with pytest.raises(ValueError, match=r"weight=.* must be a function of batch: write"):
+            make(wrong)
     train = make(lambda b: b.sum().astype(jnp.float16))
     with pytest.raises(ValueError, match="weight has dtype float16, which skips whole numbers"):
         train(train.init(start), jnp.ones((2, 1)), 0)

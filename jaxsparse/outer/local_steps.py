@@ -26,7 +26,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxsparse import traffic
-from jaxsparse.arrays.settings import Stages, static_int
+from jaxsparse.arrays.settings import Stages, check_function, static_int
 from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.static_leaves import held, released, with_flags_held
 from jaxsparse.comm.workers import Workers
@@ -188,6 +188,12 @@ class LocalSteps:
         for steps in self.every.values:
             if static_int("every", steps) < 1:
                 raise ValueError(f"every={every} must be at least 1: 1 exchanges after each step")
+        check_function("step", step, "state", "batch")
+        for name, function, argument in (
+            ("params", params, "state"), ("average", average, "state"), ("weight", weight, "batch")
+        ):  # fmt: skip
+            if function is not None:
+                check_function(name, function, argument)
         check_exchange(exchange, optimizer)
         if not isinstance(streaming, Streaming | None):
             raise ValueError(

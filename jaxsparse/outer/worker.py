@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 from jaxtyping import Array, Bool, Int
@@ -211,12 +212,16 @@ class Worker(NamedTuple):
         if self.weight is None:
             return ()
         own = self.weight(released(batch))
-        shape, dtype = jnp.shape(own), jnp.result_type(own)
-        is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
-        if shape or not is_real:
+        found = f"is {str(own)[:40]} of type {type(own).__name__}"
+        if is_number := isinstance(own, int | float | np.generic | np.ndarray | jax.Array):
+            shape, dtype = jnp.shape(own), jnp.result_type(own)
+            is_number = shape == () and jnp.issubdtype(dtype, jnp.number)
+            is_number &= not jnp.issubdtype(dtype, jnp.complexfloating)
+            found = f"has shape {shape} and dtype {dtype}"
+        if not is_number:
             raise ValueError(
-                f"weight has shape {shape} and dtype {dtype}, but it is one number for a worker: "
-                "give its number of tokens, as mask.sum() counts them"
+                f"weight {found}, but it is one number for a worker: give its number of tokens, "
+                'as weight=lambda batch: batch["mask"].sum() counts them'
             )
         check_counts("weight", dtype)
         own = jnp.where(is_dropped, 0, jnp.asarray(own).astype(jnp.float32))
