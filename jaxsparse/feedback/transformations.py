@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse.arrays.layout import named_shapes
 from jaxsparse.comm import wire
-from jaxsparse.comm.marks import is_stand_in, on_plain_arrays
+from jaxsparse.comm.marks import is_stand_in, on_plain_arrays, warn_of_copies
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.comm.workers import place_rows
@@ -193,6 +193,7 @@ def _run(
         given = axis_name, settings.mesh, settings.workers
         updates, shapes, workers = read_rows(updates, state, params, *given)
         check_extra_args(updates, extra_args)
+        warn_of_copies(axis_name, {"state": state})
     plan = plan_of(shapes, settings, Placement.of(state.placement))
     each = functools.partial(_on_device, settings, step, plan)
     # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
