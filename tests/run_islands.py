@@ -103,10 +103,13 @@ class Link:
         self._store, self.error = store, None
 
     def __getattr__(self, operation):
-        assert jax.process_index() == 0, "another process asks the store"
-        if self.error is not None:
-            raise self.error
-        return getattr(self._store, operation)
+        def ask(*args):
+            assert jax.process_index() == 0, "another process asks the store"
+            if self.error is not None:
+                raise self.error
+            return getattr(self._store, operation)(*args)
+
+        return ask
 
 
 @contextlib.contextmanager
@@ -132,6 +135,12 @@ def use_wrongly(link, train, state):
         join(state._replace(round=state.round + rank))
     with told("local"):
         join(start(Mesh(np.array(jax.local_devices()), "x"), 0))
+    other = island(Link(jaxsparse.islands.Store("memory://")), name="pair", quorum=1, weighted=True)
+    state_of_other = other.join(start(mesh, 0))
+    with told("weights"):
+        for weight in 3 * [0.1] + 2 * [0.1] + [0.1 + rank]:
+            state_of_other, _ = other(state_of_other, next(given), weight)
+    assert other.status().counted == 1
     with told("refused"):
         link.error = PermissionError("no access to the store")
         join(state)

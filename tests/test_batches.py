@@ -166,13 +166,15 @@ def test_flags_and_names_stay_pythons():
 
     given = (W, X, True), {"mode": "sum", "scale": 3}
     both = jaxsparse.value_and_grad(branching, workers=3)
-    values, grads = jax.jit(lambda w, x: both(w, x, *given[0][2:], **given[1]))(W, X)
+    values, grads = jax.jit(lambda w, x: both(w, x, np.bool_(True), **given[1]))(W, X)
     value, slope = jax.value_and_grad(branching)(*given[0], **given[1])
     np.testing.assert_allclose(values.sum(), value, rtol=1e-5)
     np.testing.assert_allclose(grads.sum(0), slope, rtol=1e-5)
     assert jaxsparse.value_and_grad(lambda w, x: w * x.mean(), workers=3)(2.0, X)[0].shape == (3,)
     with pytest.raises(ValueError, match="argnums='params' must be the number of an argument"):
         jaxsparse.grad(loss, argnums="params", workers=3)(W, X)
+    with pytest.raises(ValueError, match=r"argnums=\(\) differentiates nothing: .* argnums=0"):
+        jaxsparse.value_and_grad(loss, argnums=())
 
 
 def test_modules_of_equinox_may_go_whole():

@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType
 from running import ROOT, in_processes, run
 from supports import flat
 from workers import some
@@ -80,6 +82,30 @@ def test_by_itself_it_finds_states_in_a_trainer_and_adds_them_up():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
+def test_residuals_that_a_trainer_puts_on_all_devices_are_told(sizes, kind):
+    """Told by `diagnose`, and by the exchange itself where types say where arrays lie."""
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(kind,) * len(sizes))
+    there = lambda spec: jax.sharding.NamedSharding(mesh, spec)
+    tx, params = jaxsparse.quantized("int4"), jax.device_put(PARAMS, there(P()))
+    state = shard(tx.init(params), mesh)
+    grads = jax.device_put(gradients(sizes["data"], 1.0), there(P("data")))
+    told = r"state\.residual\['w'\]\.jaxsparse_per_worker is per-worker state, .*specs\(state\)"
+    placed = jax.tree.map(there, jaxsparse.specs(state))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, state = jax.jit(tx.update, out_shardings=(None, placed))(grads, state, params)
+        diagnose(state)
+        run = jax.jit(tx.update, out_shardings=(None, there(P())))
+        _, copied = run(grads, state, params)
+    with pytest.warns(UserWarning, match=told):
+        diagnose(copied)
+    if kind == AxisType.Explicit:
+        with pytest.warns(UserWarning, match=told):
+            run(grads, copied, params)
+
+
 def test_of_a_single_worker_and_under_nnx():
     tx = jaxsparse.top_k(0.01, axis_name=None)
     model = nnx.Linear(40, 50, rngs=nnx.Rngs(0))

@@ -650,7 +650,7 @@ def test_a_folder_is_a_store(tmp_path):
         jaxsparse.islands.Store(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize("url", ["nothing://x", "s3://"])
+@pytest.mark.parametrize("url", ["nothing://x", "s3://", "", None])
 def test_an_unknown_url_is_refused(url):
     with pytest.raises(ValueError, match="is no store"):
         jaxsparse.islands.Store(url)
@@ -864,6 +864,9 @@ WRONG = {
         {"optimizer": optax.monitor({"norm": lambda updates, **_: optax.tree.norm(updates)})},
         r"from {} to {.*\['norm'\].*leave it out",
     ),
+    "step": ({"step": None}, "step=None must be a function of state and batch"),
+    "params": ({"params": lambda: 0}, "must be a function of state: write params=lambda state"),
+    "loss": ({"loss": 3}, "loss=3 must be a function of out: write loss=lambda out"),
     "quorum": ({"quorum": 1.5}, "quorum=1.5 must be an int"),
     "overlap": ({"overlap": 2}, "overlap=2 must be less than every=2"),
     "grace": ({"grace": -1.0}, "grace=-1.0 must be a number of seconds"),
@@ -908,6 +911,19 @@ def test_wrong_settings_are_refused(what):
     given, message = WRONG[what]
     with pytest.raises(ValueError, match=message):
         trainer(reference.Memory(), **given).join((jnp.zeros(8),))
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        (None, r"store=None is no store: give jaxsparse\.islands\.Store\(url\)"),
+        (jaxsparse.islands.Store, "store=<class .*Store'> is no store"),
+        ("s3://bucket/run", r"is a text: give jaxsparse\.islands\.Store\('s3://bucket/run'\)"),
+    ],
+)
+def test_what_is_no_store_is_refused(store, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(store)
 
 
 def test_a_state_in_host_memory_is_refused():
@@ -1559,6 +1575,39 @@ def test_what_is_owed_keeps_its_weight_when_later_steps_are_not_finite(clock):
             after = end()
         assert (after.steps, after.weight) == (0, 3.0)
         np.testing.assert_array_equal(reference.residual(after), owed)
+
+
+def test_what_is_owed_keeps_its_weight_in_a_round_that_is_not_applied(clock):
+    """Amsterdam owes moves of weight 3, and what it moves then is too much for the optimizer."""
+    exchange = jaxsparse.top_k(0.4, axis_name=None, is_dense=lambda *_: False)
+    programs = Arithmetic(exchange, optax.sgd(2.0), lambda state: state[0], weighted=True)
+    store = reference.Memory()
+    link = reference.Link(store)
+    make = functools.partial(reference.member, clock=clock, programs=programs)
+    members = make(store, NAMES[0], grace=1e9), make(link, NAMES[1], grace=0.0)
+    states = [one.join(reference.start()) for one in members]
+    link.show(store.objects, ["messages"])
+    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6)._replace(weight=3.0))
+    for _ in range(2):
+        assert not exchange.advance()
+        own, alone = members[1].begin(reference.moved(states[1], [0] * 6)._replace(weight=1.0))
+        assert alone.advance()
+        states[1] = members[1].finish(own, alone)
+    assert exchange.advance()
+    state = members[0].finish(state, exchange)
+    owed, member = reference.residual(state), make(store, NAMES[0], grace=0.0)
+    state = member.join(state)
+    for round, (by, weight, left) in enumerate([(3e38, 7.0, 3.0), (1, 5.0, 0.0)], start=2):
+        begun, exchange = member.begin(reference.moved(state, [by] * 6)._replace(weight=weight))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert exchange.advance()
+        assert [each.weight for each in member.rounds.decided(round).members] == [weight]
+        state = member.finish(begun, exchange)
+        assert (exchange.counted, state.weight, state.owed) == (True, left, left)
+        assert bool(told) == (round == 2)
+        if told:
+            np.testing.assert_array_equal(reference.residual(state), owed)
 
 
 def test_a_step_that_leaves_parameters_as_they_are_keeps_its_weight():

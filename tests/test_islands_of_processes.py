@@ -114,6 +114,7 @@ def test_an_island_of_two_processes(tmp_path):
         "settings": "RuntimeError: .* Process 1 has: every=4. Process 0 has: every=3",
         "state": "RuntimeError: .* Process 1 has: round=4. Process 0 has: round=3",
         "local": r"ValueError: parameters\['b'\] are on devices of 1 of this island's 2 processes",
+        "weights": r"RuntimeError: .* weigh \[0\.3\d*, 1\.3\d*\] in its processes",
         "refused": "PermissionError: no access",
         "down": "UnreachableError: down",
     }.items():

@@ -412,6 +412,21 @@ def test_rules_of_an_exchange_are_for_the_whole_and_not_for_each_fragment():
             make(exchange).init((small,))
 
 
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+def test_rows_of_a_stack_are_compressed_as_the_whole(fragments):
+    """Fragments of a stack have fewer than 1,024 elements, and the stack has more."""
+    start = {"head": jnp.zeros((64, 32)), "layers": {"w": jnp.zeros((4, 24, 12))}}
+    streaming = outer.Streaming(fragments, overlap=0)
+    step = lambda state, move: ((jax.tree.map(lambda x: x - move[0], state[0]),), ())
+    train = LocalSteps(step, jaxsparse.top_k(0.5), optax.sgd(1.0), 2, every=4, streaming=streaming)
+    state = train.init((start,))
+    residuals = [jax.tree.leaves(exchange.residual) for exchange, _ in state.outer]
+    assert sum(x.size for x in jax.tree.leaves(residuals)) == 2 * (64 * 32 + 4 * 24 * 12)
+    for t in range(4):
+        state, _ = train(state, jnp.ones(2), t)
+    assert int((state.params["layers"]["w"] == 0).sum()) > 0
+
+
 def test_stages_exchange_at_their_bounds():
     """Post-local SGD: after each of 5 steps, then every third, and from 10 on every fourth."""
     train = LocalSteps(walk, *diloco(), 2, every=Stages((1, 3, 4), (5, 10)))
@@ -552,6 +567,9 @@ PACES = {
     "at once": ([(5, 6, 5), (4, 3, 0)], 0.25),
     # After the last step the new number says that fragment 0 has just been exchanged.
     "ends": ([(7, 4, 0), (0, 7, 0)], 0.5),
+    # An exchange arrived after the last step, or was made at once: the state knows, not the pace.
+    "ends as it arrives": ([(6, 4, 2), (0, 4, 0)], 0.5),
+    "ends at once": ([(5, 4, 0), (0, 4, 1)], 0.5),
 }
 
 
@@ -585,6 +603,22 @@ def test_another_pace_loses_no_step(name):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     close([*found, flat(state.params)], expected)
     close([*own, own_of(state)], expected_own)
+
+
+@pytest.mark.parametrize("to", [outer.Streaming(1, 2), outer.Streaming(1, 0), None], ids=str)
+def test_an_exchange_on_its_way_arrives_as_it_would_have(to):
+    """Saved after each step, and restored with another overlap. `mixing` is the default."""
+    tree, make = moves(6, 2), functools.partial(LocalSteps, walk, *diloco(), 2, every=4)
+    train = make(streaming=outer.Streaming(1, 2))
+    _, _, state = run(train, tree, finish=False)
+    expected = jax.device_get(train.finish(state))
+    for steps in (4, 5, 6):  # the exchange begins after 4, and arrives after 6
+        _, _, state = run(train, at(tree, np.s_[:steps]), finish=False)
+        other = make(streaming=to if steps > 4 else outer.Streaming(1, 2))
+        state = jax.tree.map(jnp.array, jax.device_get(state))
+        for t in range(steps, 6):
+            state, _ = other(state, at(tree, t))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.finish(state)), expected)
 
 
 def test_a_state_is_not_counted_inside_a_program():
@@ -645,7 +679,7 @@ def test_a_step_may_branch_on_flags_and_strings_behind_the_batch():
 
     train = LocalSteps(step, *MEAN, 2, every=2, streaming=outer.Streaming(1, overlap=1, mixing=0.0))
     state = train.init((jnp.zeros(2),))
-    for t, is_halved in enumerate((True, False, False)):
+    for t, is_halved in enumerate((True, False, np.bool_(False))):
         options = {"mode": "train", "rate": 1.0 + t}
         train.lower(state, jnp.ones(2), None, is_halved, options)
         state, _ = train(state, jnp.ones(2), t, is_halved, options)
@@ -947,6 +981,8 @@ def test_wrong_calls():
     w = jnp.zeros(2)
     make = lambda body, **more: LocalSteps(body, *diloco(), 2, **more)
     fine = lambda s, b: ((s[0] - b.mean(),), ())
+    with pytest.raises(ValueError, match="step=None must be a function of state and batch"):
+        make(None)
     train = make(fine)
     state, _ = train(train.init((w,)), jnp.ones((2, 1)), 0)
     for t in (0, 2, -1):
@@ -1059,6 +1095,13 @@ def test_wrong_weights():
     train = make(lambda b: b)
     with pytest.raises(ValueError, match=r"weight has shape \(1, 1\) and dtype float32"):
         train(train.init(start), jnp.ones((2, 1)), 0)
+    for own, match in ((None, "None of type NoneType"), ([1.0], "of type list"), ("3", "type str")):
+        train = make(lambda b, own=own: own)
+        with pytest.raises(ValueError, match=f"weight is .*{match}, but it is one number"):
+            train(train.init(start), jnp.ones((2, 1)), 0)
+    for wrong in (lambda: None, 3):
+        with pytest.raises(ValueError, match=r"weight=.* must be a function of batch: write"):
+            make(wrong)
     train = make(lambda b: b.sum().astype(jnp.float16))
     with pytest.raises(ValueError, match="weight has dtype float16, which skips whole numbers"):
         train(train.init(start), jnp.ones((2, 1)), 0)

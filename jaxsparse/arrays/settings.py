@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import operator
@@ -174,6 +175,19 @@ def static_float(name: str, value: Any) -> float:
     if math.isnan(value):
         raise ValueError(f"{name}={value} is not a number (NaN): pass a number")
     return float(value)
+
+
+def check_function(name: str, value: Any, *arguments: str) -> None:
+    """Raises ValueError unless it is a function that takes these arguments."""
+    try:
+        inspect.signature(value).bind_partial(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{name}={value!r} must be a function of {' and '.join(arguments)}: write "
+            f"{name}=lambda {', '.join(arguments)}: ... ({error})"
+        ) from None
+    except ValueError:
+        pass  # of C, which tells no arguments
 
 
 def check_density(density: float) -> None:

@@ -11,14 +11,15 @@ has not imported it has no Variables.
 
 import functools
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath, keystr, tree_leaves_with_path
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm.meshes import names_of
@@ -215,3 +216,39 @@ def on_plain_arrays(update: optax.TransformUpdateExtraArgsFn) -> optax.Transform
         return whole.unflatten(jax.tree.leaves(found))
 
     return wrapper
+
+
+def warn_of_copies(axis_name: str | None, trees: Mapping[str, Any], stacklevel: int = 4) -> None:
+    """Warns of per-worker arrays of which each device holds all workers' rows.
+
+    Of traced arrays, types tell this on Explicit axes alone. `trees` have names.
+    """
+    found = [
+        name + keystr(path)
+        for name, tree in trees.items()
+        for path, x in tree_leaves_with_path(tree)
+        if is_marked(path) and _is_copied(x, axis_name)
+    ]
+    if found:
+        warnings.warn(
+            f"{found[0]} is per-worker state, but each device holds that of all workers "
+            f"({len(found)} arrays in all): split it with jaxsparse.shard(state, mesh), or give "
+            "the trainer that places it, as by out_shardings, jaxsparse.specs(state). A step that "
+            "returns it so sends all of it to all devices each time",
+            stacklevel=stacklevel,
+        )
+
+
+def _is_copied(x: Any, axis_name: str | None) -> bool:
+    """Whether each of several devices has all rows of an array, as far as this is known."""
+    if not jnp.ndim(x) or x.shape[0] == 1 or not x.size:  # XLA gives back empty arrays replicated
+        return False
+    if not isinstance(x, jax.core.Tracer):
+        sharding = getattr(x, "sharding", None)
+        if sharding is None or sharding.num_devices == 1:
+            return False
+        return sharding.shard_shape(x.shape)[0] == x.shape[0]
+    sharding = jax.typeof(x).sharding
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
+    is_known = kinds.get(axis_name) == AxisType.Explicit
+    return is_known and axis_name not in names_of(sharding.spec[0])

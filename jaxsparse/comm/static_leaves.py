@@ -16,6 +16,8 @@ from jax.tree_util import KeyPath, keystr
 
 T = TypeVar("T")
 
+FLAGS = (bool, np.bool_, str)  # on which code branches
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +64,11 @@ def held(tree: T) -> T:
 
 
 def with_flags_held(tree: T) -> T:
-    """The tree with `Static` in the place of flags and strings of Python.
+    """The tree with `Static` in the place of flags and strings.
 
     Numbers stay, because each other one would be another program.
     """
-    return jax.tree.map(lambda x: Static(x, type(x)) if isinstance(x, bool | str) else x, tree)
+    return jax.tree.map(lambda x: Static(x, type(x)) if isinstance(x, FLAGS) else x, tree)
 
 
 def released(tree: T) -> T:

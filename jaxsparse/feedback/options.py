@@ -44,7 +44,6 @@ class Settings:
         reducer: the reducer of all compressed leaves. None: `policy` tells each leaf's.
         policy: see `jaxsparse.partition`.
         default: the reducer of leaves that no expression of the policy matches.
-        is_of_parts: whether trees may lack leaves that the reducers are for.
     """
 
     reducer: Reducer | None
@@ -63,7 +62,6 @@ class Settings:
     momentum: float | Array | None = None
     nesterov: bool | None = None
     when_skipped: Literal["zero", "nan"] | None = None
-    is_of_parts: bool = False
 
     def __post_init__(self) -> None:
         """Checks options, whatever is asked first.

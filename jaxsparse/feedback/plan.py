@@ -63,7 +63,7 @@ def reducers_of(tree: Any, settings: Settings) -> list[Reducer | None]:
     if settings.reducer is not None:
         goes_dense = layouts.picked(tree, leaves_rule(settings.is_dense))
         found = [None if dense else settings.reducer for dense in goes_dense]
-        if settings.is_dense is None and not (settings.is_of_parts or any(found)):
+        if settings.is_dense is None and not any(found):
             raise ValueError(
                 f"no leaf would be compressed: all {len(found)} are vectors, scalars or smaller "
                 "than 1024 elements, which go dense by default. Pass "
@@ -76,7 +76,7 @@ def reducers_of(tree: Any, settings: Settings) -> list[Reducer | None]:
     patterns = compiled(policy)
     first = [next((p for p in patterns if p.search(path)), None) for path, _ in leaves]
     unused = sorted(pattern.pattern for pattern in patterns if pattern not in first)
-    if unused and not settings.is_of_parts:
+    if unused:
         paths = tuple(path for path, _ in leaves)
         raise ValueError(f"policy: no leaf is left for {unused}; the paths are {paths}")
     chosen = [settings.default if pattern is None else patterns[pattern] for pattern in first]

@@ -16,15 +16,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxsparse.arrays.layout import named_shapes
 from jaxsparse.comm import wire
-from jaxsparse.comm.marks import is_stand_in, on_plain_arrays
+from jaxsparse.comm.marks import is_stand_in, on_plain_arrays, warn_of_copies
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.comm.workers import place_rows
 from jaxsparse.feedback.devices import in_worker, over_rows, spread, typed_as
 from jaxsparse.feedback.messages import Posted, check_messages, post_step, receive_step
 from jaxsparse.feedback.options import Options, Policy, Settings, check_names
-from jaxsparse.feedback.plan import TreePlan, compiled, plan_of
+from jaxsparse.feedback.plan import TreePlan, compiled, plan_of, reducers_of
 from jaxsparse.feedback.rows import check_extra_args, check_own, read_rows
 from jaxsparse.feedback.step import Exchanged, keep_rounding, run_step
 from jaxsparse.feedback.store import (
@@ -76,9 +77,15 @@ class Exchange(optax.GradientTransformationExtraArgs):
         """The reducer of all compressed leaves. None: leaves have several."""
         return self.settings.reducer
 
-    def of_parts(self) -> "Exchange":
-        """The same for parts of a tree, each of which may lack the leaves that a reducer is for."""
-        return Exchange.of(dataclasses.replace(self.settings, is_of_parts=True))
+    def of_parts(self, whole: Any) -> "Exchange":
+        """The same for parts of a tree, whose leaves may be some rows of those of the whole.
+
+        Raises ValueError if it does not fit the whole.
+        """
+        reducers = dict(zip(named_shapes(whole), reducers_of(whole, self.settings)))
+        of_path = lambda path, shape: reducers[path]
+        own = dataclasses.replace(self.settings, reducer=None, policy=of_path, is_dense=None)
+        return Exchange.of(own)
 
     def __repr__(self) -> str:
         return f"Exchange({self.reducer or 'by leaf'})"
@@ -186,6 +193,7 @@ def _run(
         given = axis_name, settings.mesh, settings.workers
         updates, shapes, workers = read_rows(updates, state, params, *given)
         check_extra_args(updates, extra_args)
+        warn_of_copies(axis_name, {"state": state})
     plan = plan_of(shapes, settings, Placement.of(state.placement))
     each = functools.partial(_on_device, settings, step, plan)
     # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.

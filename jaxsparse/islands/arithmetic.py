@@ -26,7 +26,6 @@ from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked, own_leaves
 from jaxsparse.feedback import Exchange
-from jaxsparse.feedback.plan import reducers_of
 from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import (
@@ -83,12 +82,11 @@ class Arithmetic:
         check_exchange(exchange, optimizer)
         self.is_weighted = weighted
         self._places = Streaming(fragments, overlap=0).places
-        self._settings = exchange.settings
-        self._exchange = exchange if fragments == 1 else exchange.of_parts()
+        self._exchange = exchange
         self._optimizer = optax.with_extra_args_support(optimizer)
         self.pick = params
         self._make = lambda params: tuple(
-            (self._exchange.init(part), optimizer.init(part))
+            (exchange.of_parts(params).init(part), optimizer.init(part))
             for part in (part_of(params, places) for places in self._places(params))
         )
         # The step may donate its own state.
@@ -122,7 +120,6 @@ class Arithmetic:
                 stacklevel=2,
             )
         params = self._widen(self.pick(state))
-        reducers_of(params, self._settings)  # raises unless they fit the whole
         outer = self._init_state(params)
         for path, leaf in tree_flatten_with_path(outer)[0]:
             if leaf.dtype.name not in DTYPES:
@@ -217,7 +214,7 @@ class Arithmetic:
         finite = all_finite(jax.tree.leaves(own))
         moved = displacement(*(part_of(tree, places[part]) for tree in (origin, own)))
         moved = jax.tree.map(lambda x: jnp.where(finite, x, 0), moved)
-        words, posted = self._exchange.post(moved, outer[part][0], rank=rank)
+        words, posted = self._exchange.of_parts(own).post(moved, outer[part][0], rank=rank)
         # What it has not moved must look so in its own precision.
         origin = jax.tree.map(lambda g, w: widened(narrow(g, w.dtype)), origin, own)
         here = jax.tree.map(lambda w: jnp.copy(widened(w)), own)
@@ -238,7 +235,8 @@ class Arithmetic:
         """What follows for all, and whether it counts: if a sum overflows, all stay as before."""
         places, (sent, moments) = self._places(before.params)[part], before.outer[part]
         params = part_of(before.params, places)
-        mean, sent = self._exchange.receive(messages, begun.posted, params, sent, weights=weights)
+        exchange = self._exchange.of_parts(before.params)
+        mean, sent = exchange.receive(messages, begun.posted, params, sent, weights=weights)
         updates, moments = self._optimizer.update(mean, moments, params)
         after = Shared(optax.apply_updates(params, updates), ((sent, moments),))
         started = Shared(params, before.outer[part : part + 1])
@@ -254,7 +252,8 @@ class Arithmetic:
         """
         params, (sent, moments) = before.params, before.outer[part]
         words, like = begun.words[None], part_of(params, self._places(params)[part])
-        _, sent = self._exchange.receive(words, begun.posted, like, sent, counts=counts)
+        exchange = self._exchange.of_parts(params)
+        _, sent = exchange.receive(words, begun.posted, like, sent, counts=counts)
         return _with(before.outer, part, (sent, moments))
 
     def _go_on(self, worker: Any, begun: Begun, params: Any) -> tuple[Any, Bool[Array, ""]]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxsparse.arrays.layout import narrow
 from jaxsparse.islands import snapshots as stored
 from jaxsparse.islands.arithmetic import Arithmetic, Begun, Shared
-from jaxsparse.islands.processes import check_alike, lead
+from jaxsparse.islands.processes import check_alike, check_weight, lead
 from jaxsparse.islands.protocol import Rounds
 from jaxsparse.islands.round import Report, Round
 from jaxsparse.islands.store import Objects, check_name
@@ -132,7 +132,7 @@ class Member:
         self.rounds.life = lead(self.rounds.begin_life)
         shared = Shared(state.params, state.outer)
         idle = self.begin_idle(shared, state.round)
-        return state, Round(self, shared, state.round, idle, weight=state.owed)
+        return state, Round(self, shared, state.round, idle, weight=state.owed, owed=state.owed)
 
     def begin(
         self, state: IslandState, loss: float | None = None
@@ -141,6 +141,8 @@ class Member:
 
         If parameters are not finite, there is no exchange: the island starts the round anew.
         """
+        if self.arithmetic.is_weighted:
+            check_weight(state.weight)
         shared = Shared(state.params, state.outer)
         begun = self._begin(self.arithmetic.pick(state.worker), *shared, state.round)
         took, self._began = self.clock() - self._began, self.clock()
@@ -149,7 +151,10 @@ class Member:
             worker = self.arithmetic.put_back(state.worker, state.params)
             return state._replace(worker=worker, steps=0, weight=state.owed), None
         weight = state.weight if self.arithmetic.is_weighted else 1.0
-        exchange = Round(self, shared, state.round, begun, begun, weight, took, loss, is_late=False)
+        weights = weight, state.owed
+        exchange = Round(
+            self, shared, state.round, begun, begun, *weights, took, loss, is_late=False
+        )
         return state._replace(steps=0), exchange
 
     def begin_idle(self, shared: Shared, round: int) -> Begun:

@@ -110,6 +110,21 @@ def check_alike(settings: Mapping[str, Any], params: Any) -> None:
         raise ValueError(wrong)
 
 
+def check_weight(weight: float) -> None:
+    """Raises RuntimeError in all processes of this island unless it is the same in each."""
+    if jax.process_count() == 1:
+        return
+    own = np.array([weight]).view(np.uint32)  # devices may have no float64
+    found = multihost_utils.process_allgather(own).view(np.float64).ravel().tolist()
+    if len({*found}) > 1:
+        raise RuntimeError(
+            f"steps of this island weigh {found} in its processes since the last message that "
+            "counted, and an island has one weight: give weight= the same number in all of them, "
+            "as float(jnp.sum(mask)) is for a mask that is spread over all devices, and not that "
+            "of a process's own rows"
+        )
+
+
 def _misplaced(params: Any) -> str:
     """What is wrong with the devices of parameters, or nothing."""
     everywhere = set(range(jax.process_count()))

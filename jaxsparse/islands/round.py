@@ -61,6 +61,7 @@ class Round:
     begun: Begun  # its half, from which on its own moves are kept
     message: Begun | None = None  # the half that it sends, until there is a decision on it
     weight: float = 0.0  # of its message
+    owed: float = 0.0  # the weight of what is in the residual
     took: float = 0.0  # seconds of its own steps
     loss: float | None = None  # their mean, for those who watch
     is_late: bool = True  # whether its message is what it owes, or it has none
@@ -83,7 +84,7 @@ class Round:
     @property
     def owed_weight(self) -> float:
         """The part of the weight of its steps that its next message still has."""
-        return self.weight if self._owes else 0.0
+        return self.owed if has_residual(self.shared) else 0.0
 
     @property
     def _owes(self) -> bool:
@@ -203,10 +204,10 @@ class Round:
         if was_sent := self._was_sent_in(decision):
             after = member.arithmetic.without_debts(after)
         if decision.digest != self._digest_now() and (found := self._reload(decision, after)):
-            self._go_to(*found, counts, was_sent)
+            self._go_to(*found, counts, was_sent, bool(applied))
             return
         after = jax.tree.map(place_as, after, before)
-        self._go_to(after, decision.round + 1, counts, was_sent)
+        self._go_to(after, decision.round + 1, counts, was_sent, bool(applied))
         members = tuple(decision.lives)
         sent = 0 if waited is None else 4 * member.rounds.words[part]
         if not applied:
@@ -221,7 +222,9 @@ class Round:
         if is_own:
             self._take_turn(members)
 
-    def _go_to(self, shared: Shared, round: int, counts: bool, was_sent: bool) -> None:
+    def _go_to(
+        self, shared: Shared, round: int, counts: bool, was_sent: bool, applied: bool = True
+    ) -> None:
         """Begins a round. Notes what became of its own message, if the last one was its round."""
         self.shared, self.round, self.digest = shared, round, None
         self.seen = self.messages = None
@@ -231,7 +234,11 @@ class Round:
         # A former life ends as it sees that this one counts, so it can't count after that.
         self.member.is_restored &= not (counts or was_sent)
         if self.message is not None:
+            # Where a sum is not applied, the residual stays as it was before the message.
+            left = 0.0 if applied else self.owed
+            self.owed = left if counts else self.weight
             self.counted, self.message = counts, None
+        self.owed = 0.0 if was_sent else self.owed
 
     def _counts_in(self, decision: Decision) -> bool:
         """Whether a message of this life counts."""

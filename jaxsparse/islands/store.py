@@ -95,8 +95,10 @@ class Store:
     """
 
     def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
-        self.url = os.fspath(url)
         try:
+            self.url = os.fspath(url)
+            if not self.url:  # it would be the working directory
+                raise ValueError('it is empty: give a folder, "memory://" or "s3://bucket/run-7"')
             if self.url == "memory://":
                 self._store: Any = stores.MemoryStore()
             elif "://" not in self.url:
@@ -116,7 +118,7 @@ class Store:
                 options = {"retry_config": retries, **options, "client_options": client}
                 self._store = stores.from_url(self.url, **options)
         except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
-            raise ValueError(f"url={self.url!r} is no store: {_first_line(error)}") from error
+            raise ValueError(f"url={url!r} is no store: {_first_line(error)}") from error
         self._worked = set[str]()  # operations that have succeeded
 
     def __repr__(self) -> str:

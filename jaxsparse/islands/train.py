@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse.arrays.settings import Stages, static_count, static_float
+from jaxsparse.arrays.settings import Stages, check_function, static_count, static_float
 from jaxsparse.feedback import Exchange
 from jaxsparse.islands.arithmetic import Arithmetic, Shared, has_residual, structs
 from jaxsparse.islands.member import IslandState, Member
@@ -119,7 +119,7 @@ class Islands:
             optimizer's; the store holds another run; or parameters are not on devices of all
             processes of this island.
         RuntimeError: from `join`, processes of this island differ. From a call, another process
-            has joined under its name.
+            has joined under its name, or processes give unequal weights.
         ConnectionError: the store does not answer for `patience` seconds.
     """
 
@@ -170,6 +170,17 @@ class Islands:
                 raise ValueError(f"{label}={seconds} must be a number of seconds, at least 0")
         if isinstance(store, (str, os.PathLike)):
             raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
+        operations = ("create", "get", "names", "delete")
+        is_store = all(callable(getattr(store, each, None)) for each in operations)
+        if isinstance(store, type) or not is_store:
+            raise ValueError(
+                f"store={store!r} is no store: give jaxsparse.islands.Store(url), as with "
+                f'url="s3://bucket/run-7", or an object with the operations {operations}'
+            )
+        check_function("step", step, "state", "batch")
+        check_function("params", params or params_of, "state")
+        if loss is not None:
+            check_function("loss", loss, "out")
         self._settings = {
             "name": name, "every": every, "quorum": quorum, "grace": grace, "overlap": overlap,
             "fragments": fragments, "snapshots": snapshots, "weighted": weighted, "poll": poll,

@@ -34,7 +34,7 @@ class Streaming:
         overlap: number of steps that a worker makes before the result of an exchange arrives, tau,
             from 0 to H - 1. The paper finds training robust below 5.
         mixing: the weight of a worker's own values, alpha in [0, 1). 0 throws away what the worker
-            did during the overlap. None: 0.5 with an overlap and 0 without.
+            did during the overlap. None: 0.5 for what ran beside steps, and 0 for what did not.
         split: function of a leaf's key path, as `jax.tree_util.keystr` prints it, that returns the
             fragment, from 0 to `fragments` - 1. None deals layers out in turn, so that a fragment
             has layers of all depths. A leaf's layer is the first whole number in its key path,
@@ -60,22 +60,26 @@ class Streaming:
     def __post_init__(self):
         for name in ("fragments", "overlap"):
             object.__setattr__(self, name, static_int(name, getattr(self, name)))
-        usual = 0.5 if self.overlap else 0.0
-        mixing = usual if self.mixing is None else static_float("mixing", self.mixing)
-        object.__setattr__(self, "mixing", mixing)
+        if self.mixing is not None:
+            object.__setattr__(self, "mixing", static_float("mixing", self.mixing))
         if self.fragments < 1:
             raise ValueError(f"fragments={self.fragments} must be at least 1")
         if self.overlap < 0:
             raise ValueError(f"overlap={self.overlap} must not be negative: 0 waits at once")
-        if not 0 <= mixing < 1:
+        if self.mixing is not None and not 0 <= self.mixing < 1:
             raise ValueError(
-                f"mixing={mixing} must lie in [0, 1): it is the weight of a worker's own "
+                f"mixing={self.mixing} must lie in [0, 1): it is the weight of a worker's own "
                 "values, and at 1 nothing would ever arrive"
             )
         if not (self.split is None or callable(self.split)):
             raise ValueError(
                 f"split={self.split!r} must be a function of a leaf's key path, or None"
             )
+
+    def mixes(self, at_once: bool) -> float:
+        """The weight of a worker's own values as an exchange arrives, at once or after steps."""
+        usual = 0.0 if at_once else 0.5
+        return usual if self.mixing is None else self.mixing
 
     def of(self, leaves: Mapping[str, tuple[int, ...]]) -> list[dict[str, Rows]]:
         """The leaves of each fragment, and the rows that it has of them.

@@ -26,12 +26,11 @@ import optax
 from jax.sharding import Mesh
 
 from jaxsparse import traffic
-from jaxsparse.arrays.settings import Stages, static_int
+from jaxsparse.arrays.settings import Stages, check_function, static_int
 from jaxsparse.comm.marks import is_per_worker
 from jaxsparse.comm.static_leaves import held, released, with_flags_held
 from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback import Exchange
-from jaxsparse.feedback.plan import reducers_of
 from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.parallel import run_on_workers
@@ -189,18 +188,23 @@ class LocalSteps:
         for steps in self.every.values:
             if static_int("every", steps) < 1:
                 raise ValueError(f"every={every} must be at least 1: 1 exchanges after each step")
+        check_function("step", step, "state", "batch")
+        for name, function, argument in (
+            ("params", params, "state"), ("average", average, "state"), ("weight", weight, "batch")
+        ):  # fmt: skip
+            if function is not None:
+                check_function(name, function, argument)
         check_exchange(exchange, optimizer)
         if not isinstance(streaming, Streaming | None):
             raise ValueError(
                 f"streaming={streaming!r} must be None or as jaxsparse.outer.Streaming(fragments)"
             )
-        self.streaming = streaming or Streaming(1, overlap=0, mixing=0.0)
+        self.streaming = streaming or Streaming(1, overlap=0)
         if streaming is not None:
             _check_streaming(streaming, every)
-        self._exchange, is_whole = exchange, self.streaming.fragments == 1
         worker = Worker(
             step,
-            optax.chain(exchange if is_whole else exchange.of_parts(), optimizer),
+            exchange,
             optimizer,
             axis_name,
             params or params_of,
@@ -230,7 +234,7 @@ class LocalSteps:
         mix = lambda fragments, mixing: alone(
             functools.partial(worker.mix, fragments=fragments, mixing=mixing)
         )
-        self.mixed = [mix([p], self.streaming.mixing) for p in parts]
+        self.mixed = [mix([p], self.streaming.mixes(at_once=False)) for p in parts]
         self._settled = mix(parts, 0.0)
         self._left = alone(worker.left, donate_argnums=())
 
@@ -253,10 +257,9 @@ class LocalSteps:
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         made = functools.partial(shapes_of, mesh=self._mesh) if is_abstract else Worker.start
         start = made(self._worker, state)
-        reducers_of(start.params, self._exchange.settings)  # raises unless they fit the whole
         for p in range(self.streaming.fragments):
             part = jax.eval_shape(functools.partial(self._worker.part, fragment=p), start.params)
-            check(self._worker.outer, part, axis_name=self._axis_name)
+            check(self._worker.outer(start.params), part, axis_name=self._axis_name)
         whole = start if is_abstract else shard(start, self._mesh, self._axis_name)
         own = held(_unmarked(whole.worker))
         found = second_copies(self._worker.params, self._worker.average, own)
@@ -316,7 +319,7 @@ class LocalSteps:
             state, out = self.streamed[fragment](state, batch, *rest)
             arrives[fragment] = t + overlap
         for p in [p for p, at in enumerate(arrives) if at == t + 1]:
-            state = self.mixed[p](state)
+            state, arrives[p] = self.mixed[p](state), t
         if not overlap and (fragment := self.due(t + 1)) is not None:
             self._meet("exchanges", t + 1)
             if arrives[fragment] > t + 1:  # it began with an overlap
@@ -355,16 +358,17 @@ class LocalSteps:
         self._meet("finishes", steps)
         for p in [p for p, at in enumerate(arrives) if at > steps]:
             state = self.mixed[p](state)
-        mixes_at_once = self.streaming.mixing and not self.streaming.overlap
         for p, exchange in enumerate(self.outer):
             # Workers that mix are elsewhere right after an exchange, too.
-            is_due = not (mixes_at_once and arrives[p] == steps)
+            is_due = arrives[p] != steps
             for _ in range(2):
                 left, outcome = jax.device_get((self._left(state), state.outcome))
                 if left[p] and (is_due or outcome[p] == 1):
                     state = exchange(state)
                 is_due = False
-        state = self._settled(state) if self.streaming.mixing else state
+        # They may have mixed by other settings, too.
+        if jax.device_get(self._left(state)).any():
+            state = self._settled(state)
         self._last = None, 0, []
         return state
 

@@ -14,14 +14,13 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh
 from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
-from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
+from jaxsparse.comm.marks import check_wrapped, is_marked, module_in, warn_of_copies
 from jaxsparse.comm.meshes import context_of
 from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.comm.workers import Running, Workers, running
 from jaxsparse.processes.calls import Step
 from jaxsparse.training.batches import check_batches
 from jaxsparse.training.gradients import OwnAndEqual, on_workers, run_on
-from jaxsparse.training.sharding import warn_of_copies
 from jaxsparse.training.watching import checks_of
 
 
@@ -63,7 +62,7 @@ def run_on_workers(
         batches = _numbers_of(given, args)
         _check_arguments(args, batches, workers.count)
         if kinds.get(axis_name) == AxisType.Explicit:  # traced arrays tell where they are
-            warn_of_copies(axis_name, args)
+            warn_of_copies(axis_name, {f"argument {i}": arg for i, arg in enumerate(args)})
         treedef: Any
         flat, treedef = tree_flatten_with_path(args)
         leaves, is_own = [x for _, x in flat], [is_marked(path) for path, _ in flat]

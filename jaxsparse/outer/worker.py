@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 from jaxtyping import Array, Bool, Int
@@ -47,7 +48,8 @@ class LocalState(NamedTuple):
         skipped: int32, number of exchanges that did not count.
         steps: int32, number of steps done.
         arrives: int32[fragments], the number of steps after which the result of each fragment's
-            last exchange arrives, or has arrived. It is on its way while that is more than `steps`.
+            last exchange arrives. It is on its way while that is more than `steps`, and equal to
+            `steps` right after an exchange that nothing ran beside.
         weight: float32[fragments] of each worker, marked `PerWorker`: what its steps since a
             fragment's last exchange weigh. () if all workers count alike.
     """
@@ -65,11 +67,11 @@ class LocalState(NamedTuple):
 class Worker(NamedTuple):
     """One worker's part. The attributes are the arguments of `jaxsparse.LocalSteps`.
 
-    `outer` is exchange and optimizer, one behind the other.
+    `exchange_by` is its `exchange`.
     """
 
     train: Step
-    outer: optax.GradientTransformationExtraArgs
+    exchange_by: Exchange
     optimizer: optax.GradientTransformation
     axis_name: str
     params: Select
@@ -93,7 +95,7 @@ class Worker(NamedTuple):
             )
         params = jax.tree.map(widened, self.params(state))
         parts = range(self.streaming.fragments)
-        outer = tuple(self.outer.init(self.part(params, p)) for p in parts)
+        outer = tuple(self.outer(params).init(self.part(params, p)) for p in parts)
         check_optimizer(self.optimizer, outer[0][1], self.part(params, 0))
         return LocalState(
             worker=PerWorker.wrap(state),
@@ -118,13 +120,12 @@ class Worker(NamedTuple):
         """Exchanges a fragment, and lets workers go on from the result."""
         worker = PerWorker.unwrap(state.worker)
         broken = self._broken(worker)
-        state = self._exchanged(state, worker, broken, fragment)
+        state = self._exchanged(state, worker, broken, fragment, 0)
         worker = put_back(self.params, worker, state.params, broken)
         if fragment == 0:
             worker = self._averaged(worker, broken)
-        return self.mix(
-            state._replace(worker=PerWorker.wrap(worker)), [fragment], self.streaming.mixing
-        )
+        worker = self._mixed(worker, state, fragment, self.streaming.mixes(at_once=True))
+        return state._replace(worker=PerWorker.wrap(worker))
 
     def step_beside(
         self, state: LocalState, batch: Any, *rest: Any, fragment: int
@@ -136,7 +137,7 @@ class Worker(NamedTuple):
         after = put_back(self.params, after, state.params, broken)
         if fragment == 0:
             after = self._averaged(after, self._broken(after))
-        state = self._exchanged(state, worker, broken, fragment)
+        state = self._exchanged(state, worker, broken, fragment, self.streaming.overlap)
         state = state._replace(
             worker=PerWorker.wrap(after),
             steps=state.steps + 1,
@@ -144,7 +145,7 @@ class Worker(NamedTuple):
         )
         return state, PerWorker.wrap(out)
 
-    def mix(self, state: LocalState, fragments: Sequence[int], mixing: float | None) -> LocalState:
+    def mix(self, state: LocalState, fragments: Sequence[int], mixing: float) -> LocalState:
         """Lets workers go on from exchanges that have arrived, with this weight of their own.
 
         If an exchange did not count, because a worker was broken, the others keep what they still
@@ -153,7 +154,8 @@ class Worker(NamedTuple):
         worker = PerWorker.unwrap(state.worker)
         for fragment in fragments:
             worker = self._mixed(worker, state, fragment, mixing)
-            state = state._replace(arrives=state.arrives.at[fragment].min(state.steps))
+            # Less than the steps done: workers have moved since it began, see `LocalSteps.finish`.
+            state = state._replace(arrives=state.arrives.at[fragment].min(state.steps - 1))
         return state._replace(worker=PerWorker.wrap(worker))
 
     def left(self, state: LocalState) -> Bool[Array, " fragments"]:
@@ -168,7 +170,7 @@ class Worker(NamedTuple):
         return wire.pmax(found.astype(jnp.float32), self.axis_name) > 0
 
     def _exchanged(
-        self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int
+        self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int, overlap: int
     ) -> LocalState:
         """The state after the exchange of a fragment's displacements, if that counts."""
         params = self.part(state.params, fragment)
@@ -178,7 +180,7 @@ class Worker(NamedTuple):
         if self.weight is not None:
             moved = weighted(moved, weight[fragment], self.axis_name)
         before = state.outer[fragment]
-        updates, after = self.outer.update(moved, before, params)
+        updates, after = self.outer(state.params).update(moved, before, params)
         updated = optax.apply_updates(params, updates)
         flag = jnp.where(broken, jnp.float32(1), jnp.float32(0))
         any_broken = wire.pmax(flag, self.axis_name) > 0
@@ -201,7 +203,7 @@ class Worker(NamedTuple):
             outer=tuple(outer),
             outcome=state.outcome.at[fragment].set(outcome),
             skipped=state.skipped + jnp.where(ok, 0, 1),
-            arrives=state.arrives.at[fragment].set(state.steps + self.streaming.overlap),
+            arrives=state.arrives.at[fragment].set(state.steps + overlap),
             weight=PerWorker.wrap(weight),
         )
 
@@ -210,18 +212,22 @@ class Worker(NamedTuple):
         if self.weight is None:
             return ()
         own = self.weight(released(batch))
-        shape, dtype = jnp.shape(own), jnp.result_type(own)
-        is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
-        if shape or not is_real:
+        found = f"is {str(own)[:40]} of type {type(own).__name__}"
+        if is_number := isinstance(own, int | float | np.generic | np.ndarray | jax.Array):
+            shape, dtype = jnp.shape(own), jnp.result_type(own)
+            is_number = shape == () and jnp.issubdtype(dtype, jnp.number)
+            is_number &= not jnp.issubdtype(dtype, jnp.complexfloating)
+            found = f"has shape {shape} and dtype {dtype}"
+        if not is_number:
             raise ValueError(
-                f"weight has shape {shape} and dtype {dtype}, but it is one number for a worker: "
-                "give its number of tokens, as mask.sum() counts them"
+                f"weight {found}, but it is one number for a worker: give its number of tokens, "
+                'as weight=lambda batch: batch["mask"].sum() counts them'
             )
         check_counts("weight", dtype)
         own = jnp.where(is_dropped, 0, jnp.asarray(own).astype(jnp.float32))
         return jax.tree.map(lambda before: before + own, weight)
 
-    def _mixed(self, worker: Any, state: LocalState, fragment: int, mixing: float | None) -> Any:
+    def _mixed(self, worker: Any, state: LocalState, fragment: int, mixing: float) -> Any:
         """The worker after a fragment's last exchange: mixed with it, unchanged, or set back."""
         places = picked("params", self.params, worker)
         leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(state.params)
@@ -277,6 +283,10 @@ class Worker(NamedTuple):
         places = self._maxima(params)
         highest = lambda i: wire.pmax(widened(own[i]), self.axis_name)
         return replaced(params, places, [jnp.where(ok, highest(i), whole[i]) for i in places])
+
+    def outer(self, params: Any) -> optax.GradientTransformationExtraArgs:
+        """Exchange and optimizer, one behind the other, for parts of these parameters."""
+        return optax.chain(self.exchange_by.of_parts(params), self.optimizer)
 
     def _fragment(self, params: Any, fragment: int) -> dict[int, Rows]:
         """The places of a fragment's leaves among those of the parameters, and its rows of each."""

@@ -12,7 +12,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxsparse.comm import compat
 from jaxsparse.comm.marks import module_in, own_leaves
-from jaxsparse.comm.static_leaves import Static
+from jaxsparse.comm.static_leaves import FLAGS, Static
 
 
 def numbers_of_batches(
@@ -94,11 +94,21 @@ def with_fixed(
     """
     numbers = 1 if batch_argnums is None else batch_argnums
     others = _numbers("argnums", argnums) | _numbers("batch_argnums", numbers)
-    is_array = lambda x: isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    is_array = lambda x: isinstance(x, arrays) and not isinstance(x, FLAGS)
     fixed = lambda x: x if any(map(is_array, jax.tree.leaves(x))) else Static(x, type(x))
     is_kept = lambda i: i in others or i - len(args) in others
     by_position = tuple(x if is_kept(i) else fixed(x) for i, x in enumerate(args))
     return by_position, {name: fixed(x) for name, x in named.items()}
+
+
+def check_argnums(argnums: Any) -> None:
+    """Raises ValueError unless these are numbers of arguments to differentiate."""
+    if not _numbers("argnums", argnums):
+        raise ValueError(
+            f"argnums={argnums!r} differentiates nothing: give the numbers of arguments, as "
+            "argnums=0 or argnums=(0, 2)"
+        )
 
 
 def _numbers(name: str, given: Any) -> set[int]:

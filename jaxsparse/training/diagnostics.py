@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxsparse.arrays.magnitude import norms
 from jaxsparse.comm import wire
+from jaxsparse.comm.marks import warn_of_copies
 from jaxsparse.feedback.step import count_moved, saturating_sum
 from jaxsparse.feedback.store import states_in
 from jaxsparse.processes.group import group_with
@@ -42,8 +43,9 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
     ten seconds, and raises an error after those of `jaxsparse.fail_at_once(limit=600)`.
 
     It reads residuals and updates twice and sends a few numbers. It costs nothing if it is not
-    called. Bytes are not among the results: `jaxsparse.wire_bytes` reads those of a step from the
-    compiled step, without running it.
+    called. It warns of residuals of which each device holds those of all workers, where it sees how
+    they lie: outside of `jax.jit`, or on Explicit axes. Bytes are not among the results:
+    `jaxsparse.wire_bytes` reads those of a step from the compiled step, without running it.
 
     Args:
         state: an Optax state, or any tree that contains one, such as a `TrainState`.
@@ -65,6 +67,7 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
             "pass the optimizer's state, as tx.init made it (after nnx.split, call nnx.merge(...) "
             "first and pass optimizer.opt_state)"
         )
+    warn_of_copies(axis_name, {"state": state}, stacklevel=3)
     if (group := group_with((found, updates))) is not None:
         group.meet("jaxsparse.diagnose")
     leaves = jax.tree.leaves(updates)

@@ -24,7 +24,12 @@ from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback.front import marked
 from jaxsparse.training import named_axes, one_worker
-from jaxsparse.training.batches import check_closed_over, numbers_of_batches, with_fixed
+from jaxsparse.training.batches import (
+    check_argnums,
+    check_closed_over,
+    numbers_of_batches,
+    with_fixed,
+)
 from jaxsparse.training.rewriting import rewritten
 
 # A worker's own arrays, and those equal on all workers: `LocalSteps` has some, gradients none.
@@ -102,6 +107,7 @@ def value_and_grad(
         ([3.0, 7.0], [[1.0, 2.0], [3.0, 4.0]])
     """
     argnums = int(argnums) if isinstance(argnums, Integral) else argnums
+    check_argnums(argnums)
     differentiate = _differentiated(fun, argnums, has_aux)
 
     @functools.wraps(fun)

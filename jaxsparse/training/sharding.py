@@ -1,11 +1,10 @@
 """The placement of a training state: spread over workers, or local to one worker."""
 
-import warnings
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_leaves_with_path
 
 from jaxsparse.arrays.layout import check_arrays
@@ -165,40 +164,6 @@ def spec_of(
 def has_owners(tree: Any) -> bool:
     """Whether the tree holds a state of `zero1`, whose moments lie over the workers."""
     return any("owed" in map(key_name, path) for path, _ in tree_leaves_with_path(tree))
-
-
-def warn_of_copies(axis_name: str, args: Any) -> None:
-    """Warns of per-worker arrays of which each device holds all workers' rows.
-
-    Of traced arrays, types tell this on Explicit axes alone.
-    """
-    leaves = tree_leaves_with_path(args)
-    found = [path for path, x in leaves if is_marked(path) and _is_copied(x, axis_name)]
-    if found:
-        (number, *rest) = found[0]
-        warnings.warn(
-            f"argument {number.idx}{keystr(tuple(rest))} is per-worker state, but each device "
-            f"holds that of all workers (so do {len(found)} arrays of the arguments): split it "
-            "with jaxsparse.shard(state, mesh), or give the trainer that places it shardings over "
-            f"{axis_name!r}, as jaxsparse.specs(state) makes them. A step that returns it so "
-            "sends all of it to all devices each time",
-            stacklevel=4,
-        )
-
-
-def _is_copied(x: Any, axis_name: str) -> bool:
-    """Whether each of several devices has all rows of an array, as far as this is known."""
-    if not jnp.ndim(x) or x.shape[0] == 1 or not x.size:  # XLA gives back empty arrays replicated
-        return False
-    if not isinstance(x, jax.core.Tracer):
-        sharding = getattr(x, "sharding", None)
-        if sharding is None or sharding.num_devices == 1:
-            return False
-        return sharding.shard_shape(x.shape)[0] == x.shape[0]
-    sharding = jax.typeof(x).sharding
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
-    is_known = kinds.get(axis_name) == AxisType.Explicit
-    return is_known and axis_name not in names_of(sharding.spec[0])
 
 
 def _copy(x: Any) -> jax.Array:

@@ -8,12 +8,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxsparse import traffic
+from jaxsparse.comm.marks import warn_of_copies
 from jaxsparse.comm.meshes import SCOPE
 from jaxsparse.comm.workers import Workers
 from jaxsparse.processes.agreement import compare
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
-from jaxsparse.training.sharding import warn_of_copies
 
 # Below _FEW_BYTES there is no warning, because metrics may cross the axis. A warning names the
 # _NAMED largest collectives.
@@ -75,7 +75,8 @@ def checks_of(run: Any, mesh: Mesh, axis_name: str, reads_all: bool = False) -> 
         axis_name: the axis of the workers.
         reads_all: whether collectives are read on a mesh without other axes, too.
     """
-    before = [functools.partial(warn_of_copies, axis_name)]
+    named = lambda args: {f"argument {i}": arg for i, arg in enumerate(args)}
+    before = [lambda args: warn_of_copies(axis_name, named(args), stacklevel=5)]
     if (group := group_of(mesh)) is not None:
         before.append(functools.partial(compare, group, run, mesh))
     if reads_all or Workers.on(mesh, axis_name).inner:
