@@ -29,7 +29,7 @@ from jaxsparse.feedback import Exchange
 from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import (
-    Select,
+    Pick,
     check_exchange,
     check_optimizer,
     check_outer,
@@ -75,7 +75,7 @@ class Arithmetic:
         self,
         exchange: Exchange,
         optimizer: optax.GradientTransformation,
-        params: Select,
+        params: Pick,
         weighted: bool = False,
         fragments: int = 1,
     ) -> None:

@@ -32,7 +32,7 @@ from jaxsparse.islands.round import Report, Round
 from jaxsparse.islands.store import Objects, UnreachableError
 from jaxsparse.islands.threads import Asking, RunningExchange, Silence
 from jaxsparse.outer.local_steps import params_of
-from jaxsparse.outer.worker import Select, Step, check_memory, stepped
+from jaxsparse.outer.worker import Pick, Step, check_memory, stepped
 
 
 class Status(NamedTuple):
@@ -138,7 +138,7 @@ class Islands:
         fragments: int = 1,
         snapshots: int = 10,
         weighted: bool = False,
-        params: Select | None = None,
+        params: Pick | None = None,
         loss: Callable[[Any], Any] | None = None,
         poll: float = 0.2,
         patience: float = 600.0,

@@ -35,8 +35,9 @@ from jaxsparse.outer.abstract import shapes_of
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.parallel import run_on_workers
 from jaxsparse.outer.worker import (
+    BROKEN,
     LocalState,
-    Select,
+    Pick,
     Step,
     Worker,
     check_exchange,
@@ -178,9 +179,9 @@ class LocalSteps:
         *,
         axis_name: str = "data",
         every: int | Stages[int] = 1,
-        params: Select | None = None,
-        average: Select | None = None,
-        weight: Select | None = None,
+        params: Pick | None = None,
+        average: Pick | None = None,
+        weight: Pick | None = None,
         streaming: Streaming | None = None,
     ) -> None:
         self._workers = Workers.on(mesh, axis_name)
@@ -363,7 +364,7 @@ class LocalSteps:
             is_due = arrives[p] != steps
             for _ in range(2):
                 left, outcome = jax.device_get((self._left(state), state.outcome))
-                if left[p] and (is_due or outcome[p] == 1):
+                if left[p] and (is_due or outcome[p] == BROKEN):
                     state = exchange(state)
                 is_due = False
         # They may have mixed by other settings, too.

@@ -18,7 +18,7 @@ from jaxsparse.comm.marks import check_wrapped, is_marked, module_in, warn_of_co
 from jaxsparse.comm.meshes import context_of
 from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.comm.workers import Running, Workers, running
-from jaxsparse.processes.calls import Step
+from jaxsparse.processes.calls import CheckedStep
 from jaxsparse.training.batches import check_batches
 from jaxsparse.training.gradients import OwnAndEqual, on_workers, run_on
 from jaxsparse.training.watching import checks_of
@@ -32,7 +32,7 @@ def run_on_workers(
     batch_argnums: int | Sequence[int] = 1,
     donate_argnums: int | Sequence[int] = (),
     check: Callable[[Jaxpr, Any], None] = lambda program, batches: None,
-) -> Step:
+) -> CheckedStep:
     """Compiles one worker's function for all workers.
 
     Args:
@@ -88,7 +88,7 @@ def run_on_workers(
 
     run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
     if whole is None:
-        return Step(run, (), None)
+        return CheckedStep(run, (), None)
     return checks_of(run, whole, axis_name)
 
 

@@ -30,7 +30,10 @@ from jaxsparse.training.means import check_counts
 # of workers' largest magnitudes would be too small for one of them.
 _MAXIMA = "_overwrite_with_gradient"
 
-Select = Callable[[Any], Any]
+# How an exchange ended, as a state has it.
+COUNTED, BROKEN, OVERFLOWED = map(np.int32, range(3))
+
+Pick = Callable[[Any], Any]
 Step = Callable[..., tuple[Any, Any]]
 
 
@@ -42,9 +45,9 @@ class LocalState(NamedTuple):
         params: the global parameters, equal on all workers, in float32 or wider. Evaluate these.
             The next exchange deletes them: keep `jax.tree.map(jnp.copy, state.params)`.
         outer: the states of exchange and optimizer, for each fragment.
-        outcome: int32[fragments], the outcome of each fragment's last exchange: 0 if it counted; 1
-            if a worker's parameters or averaged statistics were not finite; 2 if a sum, the new
-            global parameters or the new outer state were not.
+        outcome: int32[fragments], the outcome of each fragment's last exchange: COUNTED; BROKEN if
+            a worker's parameters or averaged statistics were not finite; OVERFLOWED if a sum, the
+            new global parameters or the new outer state were not.
         skipped: int32, number of exchanges that did not count.
         steps: int32, number of steps done.
         arrives: int32[fragments], the number of steps after which the result of each fragment's
@@ -74,10 +77,10 @@ class Worker(NamedTuple):
     exchange_by: Exchange
     optimizer: optax.GradientTransformation
     axis_name: str
-    params: Select
-    average: Select | None
+    params: Pick
+    average: Pick | None
     streaming: Streaming
-    weight: Select | None = None
+    weight: Pick | None = None
 
     def start(self, state: Any) -> LocalState:
         """The state of a worker that has this training state. For errors see `LocalSteps`."""
@@ -189,14 +192,14 @@ class Worker(NamedTuple):
         kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
         outer = list(state.outer)
         outer[fragment] = kept(after, before)
-        outcome = jnp.where(any_broken, jnp.int32(1), jnp.where(overflows, jnp.int32(2), 0))
+        outcome = jnp.where(any_broken, BROKEN, jnp.where(overflows, OVERFLOWED, COUNTED))
         part = self._fragment(state.params, fragment)
         merged = with_rows(state.params, part, jax.tree.leaves(kept(updated, params)))
         if fragment == 0:
             merged = self._with_maxima(merged, worker, ok)
         if self.weight is not None:
             # Workers keep what they still have to send, and others go back with all their moves.
-            rest = jnp.where(outcome == 1, weight, weight.at[fragment].set(0))
+            rest = jnp.where(outcome == BROKEN, weight, weight.at[fragment].set(0))
             weight = jnp.where(broken, jnp.zeros_like(weight), rest)
         return state._replace(
             params=merged,
@@ -236,8 +239,8 @@ class Worker(NamedTuple):
         def mixed(w: Array, g: Array) -> Array:
             # A worker that has the global values must keep them: weighted sums could round.
             wide = widened(w) + (1 - mixing) * (g - widened(w)) if mixing else g
-            back = jnp.where(outcome == 2, narrow(g, w.dtype), w)
-            return jnp.where(outcome == 0, narrow(wide, w.dtype), back)
+            back = jnp.where(outcome == OVERFLOWED, narrow(g, w.dtype), w)
+            return jnp.where(outcome == COUNTED, narrow(wide, w.dtype), back)
 
         values = [mixed(taken(leaves[places[i]], r), taken(whole[i], r)) for i, r in own.items()]
         worker = with_rows(worker, {places[i]: rows for i, rows in own.items()}, values)
@@ -245,7 +248,8 @@ class Worker(NamedTuple):
         for i in maxima:
             w, g = leaves[places[i]], narrow(whole[i], leaves[places[i]].dtype)
             # A worker may have seen more beside the exchange.
-            values.append(jnp.where(outcome == 1, w, jnp.where(outcome, g, jnp.maximum(w, g))))
+            counted = jnp.where(outcome == OVERFLOWED, g, jnp.maximum(w, g))
+            values.append(jnp.where(outcome == BROKEN, w, counted))
         return replaced(worker, [places[i] for i in maxima], values)
 
     def _broken(self, worker: Any) -> Bool[Array, ""]:
@@ -433,7 +437,7 @@ def weighted(moved: Any, weight: Array, axis_name: str) -> Any:
     return jax.tree.map(lambda x: jnp.where(share == 0, 0, x * share.astype(x.dtype)), moved)
 
 
-def put_back(select: Select, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
+def put_back(select: Pick, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
     """A broken worker with the global parameters, and without numbers that are not finite."""
     places = picked("params", select, worker)
     to = dict(zip(places, jax.tree.leaves(params)))
@@ -510,7 +514,7 @@ def with_rows(tree: Any, places: Mapping[int, Rows], values: list[Array]) -> Any
     return jax.tree.unflatten(treedef, leaves)
 
 
-def picked(name: str, select: Select | None, state: Any) -> list[int]:
+def picked(name: str, select: Pick | None, state: Any) -> list[int]:
     """The places of the leaves that `select` picks, among those of a state.
 
     ValueError: it picks nothing, or something else than floating-point arrays of the state.
@@ -544,7 +548,7 @@ def picked(name: str, select: Select | None, state: Any) -> list[int]:
     return [i for _, i in found if i is not None]
 
 
-def second_copies(params: Select, average: Select | None, state: Any) -> list[str]:
+def second_copies(params: Pick, average: Pick | None, state: Any) -> list[str]:
     """The names of arrays that start as copies of the parameters, and are not averaged.
 
     Schedule-free's z is known by its name. An abstract state has no values by which to know others.

@@ -12,7 +12,7 @@ from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.processes.group import ProcessGroup
 
 
-class Step:
+class CheckedStep:
     """Behaves as `run`, a function that `jax.jit` made.
 
     It takes and returns Equinox modules as they are: `run` sees their leaves that are no arrays as

@@ -12,7 +12,7 @@ from jaxsparse.comm.marks import warn_of_copies
 from jaxsparse.comm.meshes import SCOPE
 from jaxsparse.comm.workers import Workers
 from jaxsparse.processes.agreement import compare
-from jaxsparse.processes.calls import Step
+from jaxsparse.processes.calls import CheckedStep
 from jaxsparse.processes.group import group_of
 
 # Below _FEW_BYTES there is no warning, because metrics may cross the axis. A warning names the
@@ -20,7 +20,7 @@ from jaxsparse.processes.group import group_of
 _FEW_BYTES, _NAMED = 1024, 4
 
 
-def watch(step: jax.stages.Wrapped, mesh: Mesh, *, axis_name: str = "data") -> Step:
+def watch(step: jax.stages.Wrapped, mesh: Mesh, *, axis_name: str = "data") -> CheckedStep:
     """Has a compiled step compared and read before its first call with given shapes.
 
         step = jaxsparse.watch(jax.jit(step), mesh)
@@ -66,7 +66,7 @@ def watch(step: jax.stages.Wrapped, mesh: Mesh, *, axis_name: str = "data") -> S
     return checks_of(step, mesh, axis_name, reads_all=True)
 
 
-def checks_of(run: Any, mesh: Mesh, axis_name: str, reads_all: bool = False) -> Step:
+def checks_of(run: Any, mesh: Mesh, axis_name: str, reads_all: bool = False) -> CheckedStep:
     """`run` with what comes before its first call. See `watch`.
 
     Args:
@@ -81,7 +81,7 @@ def checks_of(run: Any, mesh: Mesh, axis_name: str, reads_all: bool = False) -> 
         before.append(functools.partial(compare, group, run, mesh))
     if reads_all or Workers.on(mesh, axis_name).inner:
         before.append(functools.partial(_warn_of_strays, run, mesh, axis_name))
-    return Step(run, before, group)
+    return CheckedStep(run, before, group)
 
 
 def _warn_of_strays(step: jax.stages.Wrapped, mesh: Mesh, axis_name: str, args: Any) -> None:
