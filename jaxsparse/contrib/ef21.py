@@ -146,7 +146,13 @@ def ef21_sgdm(
         # An overflow would stay for ever.
         add = lambda g, c: clipped(g + c.astype(jnp.float32))
         estimate = jax.tree.map(lambda g, c: select(add(g, c), g), state.estimate, means)
-        kept = jax.tree.map(select, after, before)
+        # In a skipped step, what was finite of changes waits in residuals. Changes of uncompressed
+        # leaves are made again.
+        has_residual = [name in inner.residual for name in short_names(changes)]
+        waits = jax.tree.unflatten(jax.tree.structure(changes), has_residual)
+        counts = lambda c, waits: ok | (waits & jnp.isfinite(c))
+        keep = lambda new, old, c, waits: jnp.where(counts(c, waits), new, old)
+        kept = jax.tree.map(keep, after, before, changes, waits)
         delivered = jax.tree.map(
             lambda g, like: narrow(jnp.where(ok, g, of_skipped), like.dtype), estimate, updates
         )

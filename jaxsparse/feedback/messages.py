@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse.arrays.layout import Pieces, join
 from jaxsparse.codecs.codec import bits, from_bits
@@ -16,6 +16,7 @@ from jaxsparse.feedback.step import (
     Bucket,
     Carried,
     Exchanged,
+    all_finite_in,
     begin,
     exchange_dense,
     finish,
@@ -35,7 +36,6 @@ class Posted(NamedTuple):
 
     begun: Bucket  # its residual is what it exchanges
     kept: Kept  # what it keeps if its message counts
-    finite: Bool[Array, ""]  # whether its gradients are. Else the residual has not faded.
 
 
 def check_messages(messages: Any, weights: Any) -> None:
@@ -121,16 +121,15 @@ def post_step(
 ) -> tuple[UInt32[Array, " words"], tuple[Posted, ...], Exchanged]:
     """The first half of `run_step`, and the result of a step that changes nothing."""
     _check(settings)
-    ok, _ = exchange_dense(gradients, dense, axes)
+    ok, _ = exchange_dense(all_finite_in(gradients), dense, [dense.size], axes)
     flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
     words, held = [bits(flag[None]), bits(dense)], []
     rank = jnp.asarray(rank, jnp.int32)
     for gradient, b, bucket in zip(gradients, before.buckets, plan.buckets):
-        # A gradient that is not finite must not stay with a worker whose message comes too late.
-        begun = begin(gradient, b, ok, settings, bucket)
+        begun = begin(gradient, b, bucket, settings)
         message, kept = _checked(bucket.reducer).encode(join(begun.residual), b.reducer, rank)
         words.append(message)
-        held.append(Posted(begun, kept, ok))
+        held.append(Posted(begun, kept))
     info = Info(jnp.int32(0), jnp.int32(0))
     means = [own.begun.residual for own in held]  # nobody reads them
     unchanged = Exchanged(means, dense, before, info, jnp.bool_(True))
@@ -157,14 +156,14 @@ def receive_step(
         first = first.at[:, 1:].multiply(shares[:, None] * len(messages))
     # Added up as in a collective: over an axis, here that of the messages.
     ok, dense_mean = jax.vmap(
-        lambda own: exchange_dense([(own[:1],)], own[1:], Axes(_AXIS)),
+        lambda own: exchange_dense(jnp.isfinite(own[0]), own[1:], [dense.size], Axes(_AXIS)),
         axis_name=_AXIS,
         out_axes=None,
     )(first)
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
-    for own, b, bucket in zip(held, before.buckets, plan.buckets):
+    for own, bucket in zip(held, plan.buckets):
         reducer, size = _checked(bucket.reducer), bucket.size
         part, rest = _cut(rest, reducer.words(size))
         vector = join(own.begun.residual)
@@ -175,11 +174,17 @@ def receive_step(
         if not counts:
             owed = vector
             if 0 < settings.decay < 1:  # the next message fades it, and is to have all of it
-                owed = where_ok(own.finite, in_range(vector / settings.decay), vector)
+                owed = in_range(vector / settings.decay)
             reduced = reduced._replace(kept=Kept(owed, None, reduced.kept.state))
-        mean, now = finish(own.begun, vector, reduced, ok, settings, bucket)
+        mean, now = finish(own.begun, vector, reduced, bucket)
+        # Means may have weights, so each worker takes back what it sent, and not a share of them.
+        now = now._replace(residual=where_ok(ok, now.residual, own.begun.residual))
+        mean = where_ok(ok, mean, jax.tree.map(jnp.zeros_like, mean))
+        if bucket.needs_zeros:
+            mean, momentum = with_mean_momentum(mean, now.momentum, ok, settings)
+            now = now._replace(momentum=momentum)
         means.append(mean)
-        after.append(where_ok(ok, now, b))
+        after.append(now)
         infos.append(reduced.info)
     if rest.shape[1]:
         raise _misfit(messages)

@@ -174,12 +174,11 @@ def load(state: ErrorFeedbackState, plan: TreePlan, settings: Settings) -> Carri
 def save(
     done: Exchanged, before: ErrorFeedbackState, plan: TreePlan, settings: Settings, axes: Axes
 ) -> ErrorFeedbackState:
-    """The state after a step. A skipped step without a delay changes only `skipped`."""
+    """The state after a step."""
     carried, rounds = done.carried, ()
     if settings.is_narrow:
         carried = _rounded(carried, before.roundings, plan, axes)
-        is_new = jnp.bool_(settings.is_delayed) | done.ok
-        rounds = before.roundings + jnp.where(is_new, jnp.uint32(1), jnp.uint32(0))
+        rounds = before.roundings + jnp.uint32(1)
     info = done.info
     if not settings.is_delayed:
         info = Info(*(jnp.where(done.ok, new, old) for new, old in zip(info, before.info)))

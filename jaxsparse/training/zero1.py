@@ -32,7 +32,13 @@ from jaxsparse.comm.workers import Workers, is_checked, place_rows
 from jaxsparse.feedback.front import means_in_check
 from jaxsparse.feedback.options import check_transformation, leaves_rule
 from jaxsparse.feedback.rows import check_extra_args, read_rows
-from jaxsparse.feedback.step import count_moved, exchange_dense, where_ok
+from jaxsparse.feedback.step import (
+    all_finite_in,
+    count_moved,
+    exchange_dense,
+    finite_part,
+    where_ok,
+)
 from jaxsparse.feedback.store import check_made
 from jaxsparse.quantize.formats import Format, FormatName, Scale
 from jaxsparse.quantize.quantizer import check_feedback
@@ -213,12 +219,11 @@ def _send_out(
     def on_worker(rows: dict[int, Array], residual: dict[int, Array]) -> Any:
         given = {i: x[0].astype(jnp.float32) for i, x in rows.items()}
         before = {i: x[0] for i, x in residual.items()}
-        x = {i: jnp.clip(before[i] + given[i], -LARGEST, LARGEST) for i in before}
+        finite = finite_part({i: given[i] for i in before})
+        x = {i: jnp.clip(before[i] + finite[i], -LARGEST, LARGEST) for i in before}
         loose = [i for i in given if i not in before]
-        ok, dense = exchange_dense(
-            [given[i] for i in x], layouts.join([given[i] for i in loose]), axes
-        )
-        x = where_ok(ok, x, before)
+        vector = layouts.join([given[i] for i in loose])
+        ok, dense = exchange_dense(all_finite_in(given), vector, [vector.size], axes)
         means = dict(zip(loose, layouts.cut(dense, [given[i].shape for i in loose])))
         lost: dict[int, Array] = {}
         if parts.owned:
@@ -226,8 +231,10 @@ def _send_out(
             # A sum beyond float32's range is clipped: the other workers do not know of it.
             mean = jnp.clip(total, -LARGEST, LARGEST) / count
             own = parts.of_owner(mean)
-            means |= {i: layouts.narrow(own[i], rows[i].dtype) for i in own}
-            # A worker's residual of its own part is free for what the mean's dtype has rounded.
+            arrives = lambda i: jnp.where(ok, layouts.narrow(own[i], rows[i].dtype), 0)
+            means |= {i: arrives(i) for i in own}
+            # A worker's residual of its own part is free for what does not arrive: what the mean's
+            # dtype has rounded, and all of it where the step is skipped.
             rounding = layouts.join([own[i] - means[i].astype(jnp.float32) for i in own])
             rank = wire.axis_index(axis_name)
             lost |= parts.from_rows(rest.at[rank].set(count * rounding))
@@ -237,10 +244,10 @@ def _send_out(
             done = Quantized(out, "nearest")(vector, (), axis_name=axis_name)
             found = layouts.cut((done.mean, done.kept.residual), shapes)
             for i, mean, left in zip(parts.whole, *found):
-                means[i] = layouts.narrow(mean, rows[i].dtype)
+                means[i] = jnp.where(ok, layouts.narrow(mean, rows[i].dtype), 0)
                 lost[i] = left + (mean - means[i].astype(jnp.float32))
         means = {i: jnp.where(ok, means[i].astype(rows[i].dtype), 0) for i in rows}
-        return means, {i: jnp.where(ok, lost[i], x[i])[None] for i in residual}, ok
+        return means, {i: lost[i][None] for i in residual}, ok
 
     treedef: Any
     leaves, treedef = jax.tree.flatten(updates)
