@@ -240,7 +240,7 @@ def on_workers(
         program = trace(flat, types)
         tree = trees[-1]  # others follow, of more rows
         check(program.jaxpr)
-        if mesh is not None and count > 1:  # else nothing is cut
+        if count > 1:  # else nothing is cut
             again = functools.partial(trace, flat)
             named_axes.check_named(program.jaxpr, of_batch, axis_name, count, types, again)
         return program, tree
