@@ -96,8 +96,8 @@ class Row(NamedTuple):
     @property
     def path(self) -> str:
         """Where users find it."""
-        home = jaxsparse if hasattr(jaxsparse, self.name) else contrib
-        return f"{home.__name__}.{self.name}"
+        is_contrib = self.transformation.__module__.startswith(contrib.__name__)
+        return f"{(contrib if is_contrib else jaxsparse).__name__}.{self.name}"
 
     def reducer(self, *args: Any, **settings: Any) -> Reducer:
         """The reducer of the whole tree with these settings."""

@@ -216,6 +216,25 @@ SUMS = {
 }
 
 
+def test_sums_by_hand_in_checked_bodies_are_refused():
+    """There JAX casts weights to vary, which is no sum of the function's own."""
+    where = mesh_of((4, 2))
+    rows, whole = P("data"), P()
+    split = lambda f, i, o: jax.shard_map(f, mesh=where, in_specs=i, out_specs=o)
+
+    @jax.custom_vjp
+    def linear(x, a):
+        return split(lambda x, a: x @ a, (rows, whole), rows)(x, a)
+
+    def backward(saved, g):
+        body = lambda x, a, g: (g @ a.T, lax.psum(x.T @ g, "data"))
+        return split(body, (rows, whole, rows), (rows, whole))(*saved, g)
+
+    linear.defvjp(lambda x, a: (linear(x, a), (x, a)), backward)
+    with pytest.raises(ValueError, match=r"derivative of what is called at .*losses.py:\d+"):
+        jaxsparse.grad(lambda w, x: jnp.mean(linear(x, w["a"]) ** 2), mesh=where)(*put(where, 4))
+
+
 @pytest.mark.parametrize("place", SUMS)
 def test_gradients_that_are_sums_already_are_refused(place):
     where = mesh_of((4, 2))
@@ -591,7 +610,24 @@ def gathered_weights(where, w, x):
     return cut(whole, where, (P("data"), P("data")), P("data"))(x, w["a"])
 
 
+def divided(where, w, x):
+    """A reduce-scatter of all rows, where each device has them all under jax.jit."""
+    part = lambda x: lax.all_gather(
+        jnp.tanh(lax.psum_scatter(x, "data", tiled=True) / 4), "data", tiled=True
+    )
+    return cut(part, where, P(), P())(x @ w["a"])
+
+
+def by_custom_vmap(where, w, x):
+    rank = lambda x: x * jnp.float32(lax.axis_index("data"))
+    f = jax.custom_batching.custom_vmap(cut(rank, where, P("data"), P("data")))
+    f.def_vmap(lambda count, batched, x: (jax.lax.map(lambda x: f(x), x), True))
+    return f(x @ w["a"])
+
+
 NO_ROWS = {
+    divided: r"|the reduce_scatter at .*losses.py:\d+.* a part of one worker's rows",
+    by_custom_vmap: r"|rule of the function at .*losses.py:\d+.* all workers' rows",
     paired: r"takes a value of shape \(4, 2, 8\), .* not all rows of a worker",
     by_each_shard: r"takes a value of shape \(8, 8\), .* not all rows of a worker",
     mapped_outside: r"is in a jax.vmap, and has another one inside",
@@ -640,6 +676,59 @@ def test_what_is_cut_over_workers_grows_with_the_batch(made, kind):
     loss = lambda w, x: jnp.sum(made(where, w, x) ** 2) + jnp.sum(w["a"])
     with pytest.raises(ValueError, match=r"shard_map at .*losses.py:\d+.*" + NO_ROWS[made]):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+@pytest.mark.parametrize("made", some(NO_ROWS, [gathered_weights, ranked_in_a_scan, of_devices]))
+def test_simulated_workers_cut_no_more(made):
+    """The mesh of their loss has one device along the axis, which stands for all workers."""
+    if made in (of_inner_workers, by_each_shard, mapped_over_workers, of_two_axes):
+        pytest.skip("cut over the other axis, of one device here, or over devices")
+    where = jax.make_mesh((1, 1), ("data", "tp"), (AxisType.Auto,) * 2, devices=jax.devices()[:1])
+    loss = lambda w, x: jnp.sum(made(where, w, x) ** 2) + jnp.sum(w["a"])
+    with pytest.raises(ValueError, match=r"losses.py:\d+"):
+        jaxsparse.grad(loss, workers=4)(forms.W, forms.inputs(4))
+
+
+@pytest.mark.parametrize("groups", [None, [[0, 1], [2, 3]]])
+def test_what_jax_does_not_simulate_is_told(groups):
+    where = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    ring = lambda x: lax.ppermute(x, "data", [(i, i) for i in range(where.shape["data"])])
+    means = lambda x: x - lax.psum(x, "data", axis_index_groups=groups)
+    split = cut(ring if groups is None else means, where, P("data"), P("data"))
+    with pytest.raises(ValueError, match=r"losses.py:\d+.* does not run with simulated workers"):
+        jaxsparse.grad(lambda w, x: jnp.sum(split(x @ w["a"])), workers=4)(forms.W, forms.inputs(4))
+
+
+KEYS = {
+    "of a tuple": lambda key: jax.random.fold_in(key, lax.axis_index(("data",))),
+    "of a step": lambda key: jax.random.fold_in(key, 3 * 4 + lax.axis_index("data")),
+    "made": lambda key: jax.random.key(7 + lax.axis_index("data")),
+}
+
+
+@pytest.mark.parametrize("made", some(KEYS, ["of a step"]))
+def test_a_key_made_of_the_workers_number_tells_no_rows_apart(made):
+    """So it may draw for micro-batches, of which each is a part of a worker's rows."""
+    where = mesh_of((4, 2))
+    drawn = lambda x: jax.random.bernoulli(KEYS[made](jax.random.key(0)), 0.5, x.shape)
+    drop = lambda x: jnp.where(drawn(x), x, 0)
+    split = cut(drop, where, P("data"), P("data"))
+    parts = lambda w, x: lax.map(lambda x: jnp.mean(split(x @ w["a"]) ** 2), x.reshape(2, -1, 8))
+    _, grads = jaxsparse.value_and_grad(lambda w, x: parts(w, x).mean(), mesh=where)(*put(where, 4))
+    assert np.all(np.any(np.asarray(grads["a"]), (1, 2)))
+
+
+def test_a_number_that_scales_rows_tells_them_apart():
+    """As whole numbers may, that no key is made of."""
+    where = mesh_of((4, 2))
+    for scaled in (
+        lambda x: x * jnp.float32(lax.axis_index("data") + 1),
+        lambda x: lax.switch(lax.axis_index("data"), [jnp.sin, jnp.cos, jnp.tanh, jnp.exp], x),
+    ):
+        split = cut(scaled, where, P("data"), P("data"))
+        loss = lambda w, x, f=split: jnp.sum(f(jnp.sort(x @ w["a"], 0)))
+        with pytest.raises(ValueError, match="in another order"):
+            jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
 
 def test_rows_that_a_body_takes_past_its_specs():

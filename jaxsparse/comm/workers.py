@@ -275,7 +275,7 @@ def find_mesh(tree: Any, axis_name: str | None, given: Mesh | None) -> AnyMesh |
     return context if axis_name in context.axis_names else None
 
 
-def place_rows(
+def workers_and_placement(
     params: Any, axis_name: str | None, mesh: Mesh | None, workers: int | None, specs: Any
 ) -> tuple[Workers, Placement | None]:
     """The workers of a state for these parameters, and their placement. See `Options`.

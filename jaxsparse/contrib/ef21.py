@@ -14,7 +14,7 @@ from jaxsparse.arrays.magnitude import clipped
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import Placement
-from jaxsparse.comm.workers import Workers, place_rows
+from jaxsparse.comm.workers import Workers, workers_and_placement
 from jaxsparse.feedback.options import check_momentum, skipped_update
 from jaxsparse.feedback.store import ErrorFeedbackState, check_made
 from jaxsparse.feedback.transformations import exchange
@@ -118,7 +118,7 @@ def ef21_sgdm(
     )
 
     def init(params: Any) -> EF21State:
-        at = place_rows(params, axis_name, mesh, workers, specs)
+        at = workers_and_placement(params, axis_name, mesh, workers, specs)
         start = _start(params, feedback.init(params), *at)
         return start._replace(momentum=wire.varying(start.momentum, axis_name))
 

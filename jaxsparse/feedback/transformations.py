@@ -21,7 +21,7 @@ from jaxsparse.comm import wire
 from jaxsparse.comm.marks import is_stand_in, on_plain_arrays, warn_of_copies
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.comm.wire import Axes
-from jaxsparse.comm.workers import place_rows
+from jaxsparse.comm.workers import workers_and_placement
 from jaxsparse.feedback.devices import in_worker, over_rows, spread, typed_as
 from jaxsparse.feedback.messages import Posted, check_messages, post_step, receive_step
 from jaxsparse.feedback.options import Options, Policy, Settings, check_names
@@ -166,7 +166,7 @@ class Exchange(optax.GradientTransformationExtraArgs):
 def _init(settings: Settings, params: Any) -> ErrorFeedbackState:
     """Optax's `init`."""
     axis_name = settings.axis_name
-    at = place_rows(params, axis_name, settings.mesh, settings.workers, settings.specs)
+    at = workers_and_placement(params, axis_name, settings.mesh, settings.workers, settings.specs)
     plan = plan_of(params, settings, at[1])
     state = init_state(plan, settings)
     if axis_name is None:

@@ -1,6 +1,6 @@
 """Processes compare a step before its first call: the notes that they exchange.
 
-If one process has another learning rate, seed or system than the others, collectives match by
+If one process has another learning rate, seed or reducer than the others, collectives match by
 chance, or wait for each other for ever. So each process leaves a digest of its step (`digest.py`),
 and the first one compares them. It tells the others, so that all raise the same error. It waits for
 a limited time, and names who does not come.

@@ -1,4 +1,4 @@
-"""Dense all-reduce, with which every other system is compared."""
+"""Dense all-reduce, with which every other reducer is compared."""
 
 import dataclasses
 from typing import Any

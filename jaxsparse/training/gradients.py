@@ -32,7 +32,7 @@ from jaxsparse.training.batches import (
 )
 from jaxsparse.training.rewriting import rewritten
 
-# A worker's own arrays, and those equal on all workers: `LocalSteps` has some, gradients none.
+# A worker's own arrays, and those that are equal on all workers: None, if there are none.
 OwnAndEqual = tuple[Any, Any]
 
 
@@ -213,7 +213,8 @@ def on_workers(
 ) -> Callable[..., OwnAndEqual]:
     """`one`, which has a model inside, on all workers. See `run_on`.
 
-    `of_batch` tells of each array whether it is of a batch: a worker's own state is split, too.
+    `is_split` tells of each array whether it is cut over the workers, and `of_batch` whether that
+    is because it is of a batch. A worker's own state is cut, too.
     `check` is given the program of one worker. A loss branches on a worker's own values
     (`has_own_branches`), a step with an exchange on agreed ones.
 
@@ -239,7 +240,7 @@ def on_workers(
         program = trace(flat, types)
         tree = trees[-1]  # others follow, of more rows
         check(program.jaxpr)
-        if mesh is not None and count > 1:  # else nothing is cut
+        if count > 1:  # else nothing is cut
             again = functools.partial(trace, flat)
             named_axes.check_named(program.jaxpr, of_batch, axis_name, count, types, again)
         return program, tree

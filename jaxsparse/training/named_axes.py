@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxsparse.comm import compat, shard_maps
@@ -67,6 +69,17 @@ def check_named(
         trace: traces the function with other types.
     """
     calls = {mark.params["call"] for mark in _marks(program)}
+    for equation, _ in compat.scoped(program):
+        if equation.primitive.name == "custom_vmap_call" and any(
+            call.is_named or _use(call, axis_name) == _RANK
+            for inside in compat.inner_programs(equation.params)
+            for call in shard_maps.calls_in(inside)
+        ):
+            raise ValueError(
+                f"the rule of the function at {compat.place_of(equation)} for jax.vmap "
+                "(jax.custom_batching) would be given all workers' rows, and a jax.shard_map in it "
+                f"uses the workers' axis {axis_name!r}: put the rule into the body, or leave it out"
+            )
     if not any(call.is_named or _use(call, axis_name) == _RANK for call in calls):
         return
     growing, few = set[int](), dict[int, Any]()
@@ -187,8 +200,8 @@ def _use(call: Any, axis_name: str) -> str:
         names |= {equation.primitive.name} if named else set()
     if "axis_index" in names:
         ranks = _Ranks(axis_name)
-        ranks.program(call.body.jaxpr, [False] * len(call.takes))
-        if not ranks.is_used:  # but for keys
+        made = ranks.program(call.body.jaxpr, [False] * len(call.takes))
+        if not (ranks.is_used or any(made)):  # but for keys
             names = names - {"axis_index"} | {"psum"}
     if names - _SUMMED:
         return _RANK
@@ -477,14 +490,26 @@ class _Ranks(Reading[bool]):
         first = 2 if name == "dynamic_update_slice" else 1
         if is_indexing and any(inputs[first : None if name.startswith("dyn") else 2]):
             self.indexed.add(id(equation))
-        is_rank = name == "axis_index" and self._axis_name in compat.axes_of(equation.params)
-        is_key = name.startswith(_DRAWN)
-        self.is_used |= any(inputs) and not is_key and name != "convert_element_type"
+        is_over = self._axis_name in compat.axes_of(equation.params)
+        if is_over and name in _DIVIDING:
+            self.indexed.add(id(equation))
+        is_rank = is_over and name == "axis_index"
+        made_of = [x.aval for x in equation.outvars]
+        is_key = name.startswith(_DRAWN) or any(
+            jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in made_of
+        )
+        # A whole number may become a key's, as step * W + rank. Behind a clamp it picks a branch.
+        is_number = name != "clamp" and all(
+            x.shape == () and jnp.issubdtype(x.dtype, jnp.integer) for x in made_of
+        )
+        self.is_used |= any(inputs) and not is_key and not is_number
         made = inputs[0] if is_indexing else any(inputs)
         return [is_rank or (made and not is_key)] * len(equation.outvars)
 
 
 _DRAWN = ("random_", "threefry")
+# Collectives that give each worker a part of an array.
+_DIVIDING = {"reduce_scatter", "all_to_all", "ragged_all_to_all"}
 
 
 def _alike(equation: Any, inputs: list[Any], made: tuple[int, ...]) -> Found:
@@ -551,7 +576,7 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
     are its own.
     """
     forward, backward = dict[str, Any](), dict[str, Any]()  # what communicates, by call
-    casts, derived = set[str](), set[str]()
+    derived = set[str]()
     for equation, scopes in compat.scoped(program):
         name = equation.primitive.name
         if name == "linear_call" and shard_maps.communicates(
@@ -568,8 +593,6 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
                 derived.add(call)
             if is_over and name in compat.OPCODES:
                 (forward if kind == "forward" else backward).setdefault(call, equation)
-            elif is_over and name in compat.CASTS:
-                casts.add(call)  # to varying: its derivative is a sum
     for call, equation in forward.items():
         if call in derived - backward.keys():
             raise ValueError(
@@ -579,7 +602,7 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
                 "workers. Leave out the custom derivative, so that JAX makes it"
             )
     for call, equation in backward.items():
-        if call not in forward and call not in casts:
+        if call not in forward:
             raise ValueError(
                 f"the custom derivative of what is called at {compat.place_of(equation)} "
                 f"communicates over the workers' axis {axis_name!r} by {equation.primitive.name}, "

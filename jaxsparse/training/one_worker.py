@@ -58,7 +58,9 @@ def trace(
     """
     if not is_on_mesh:
         with shard_maps.leave_out(axis_name, workers, is_simulated=True):
-            return _trace(one, shapes, axis_name, workers, None)
+            simulated = _trace(one, shapes, axis_name, workers, None)
+        _check_simulated(simulated.jaxpr, axis_name, workers)
+        return simulated
     # Types of the workers' axis are given where a body uses it. Else they would be in the way: of a
     # value with that type JAX keeps, for the backward pass, an array that is cut over workers.
     with shard_maps.leave_out(axis_name, workers) as tracing:
@@ -120,6 +122,21 @@ def _trace(
             "out_shardings of an inner jax.jit"
         ) from error
     return programs[-1]
+
+
+def _check_simulated(program: Jaxpr, axis_name: str, workers: int) -> None:
+    """Raises ValueError if JAX does not simulate a collective of the program."""
+    for equation, _ in compat.scoped(program):
+        params = equation.params
+        if axis_name not in compat.axes_of(params):
+            continue
+        if params.get("axis_index_groups") is not None or len(params.get("perm", ())) % workers:
+            raise ValueError(
+                f"the {equation.primitive.name} at {compat.place_of(equation)} does not run with "
+                "simulated workers: JAX simulates no groups of them, and permutations of all alone "
+                f"(their number is jax.lax.axis_size({axis_name!r}), and not that of a mesh in the "
+                "loss). Take a mesh of as many devices"
+            )
 
 
 @contextlib.contextmanager

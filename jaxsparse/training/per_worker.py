@@ -20,7 +20,7 @@ from jaxsparse.arrays.layout import named_shapes
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker, is_marked
-from jaxsparse.comm.workers import Workers, place_rows
+from jaxsparse.comm.workers import Workers, workers_and_placement
 from jaxsparse.feedback.front import marked
 from jaxsparse.feedback.options import check_transformation
 from jaxsparse.feedback.rows import check_extra_args, check_rows
@@ -101,7 +101,7 @@ def per_worker(
         if marks.is_stand_in(params):  # what is a worker's own has an axis that parameters lack
             own_leaf = lambda node: jnp.int32(0) if marks.is_stand_in(node) else node
             return jax.tree.map(own_leaf, PerWorker.wrap(start), is_leaf=marks.is_stand_in)
-        there, placement = place_rows(params, axis_name, mesh, workers, specs)
+        there, placement = workers_and_placement(params, axis_name, mesh, workers, specs)
         count, found, axis = there.count, there.mesh, there.axis_name
         if found is None or axis is None:
             rows = lambda x: PerWorker(jnp.broadcast_to(x, (count, *jnp.shape(x))))

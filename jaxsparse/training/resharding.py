@@ -162,7 +162,7 @@ def _matched(
 
 
 def _check_systems(tree: Any, like: Any) -> None:
-    """Raises ValueError if a state was made for another system. Many have no arrays of their own.
+    """Raises ValueError if a state was made for another reducer. Many have no arrays of their own.
 
     A checkpoint may lack what has no array.
     """
@@ -178,7 +178,7 @@ def _check_systems(tree: Any, like: Any) -> None:
     if others := sorted(before - after):
         raise ValueError(
             f"the state was made for other settings: it is of {', '.join(others)}, and like is of "
-            f"{', '.join(sorted(after))}. What waits for one system's exchange is nothing for "
+            f"{', '.join(sorted(after))}. What waits for one reducer's exchange is nothing for "
             "another: make like with the same transformation"
         )
 

@@ -27,7 +27,7 @@ def watch(step: jax.stages.Wrapped, mesh: Mesh, *, axis_name: str = "data") -> C
 
     - **Several processes compare the step**: versions, mesh, shapes, program, constants, and the
       values of arguments that each holds whole. Of large arrays they compare a sample. If one has
-      another learning rate, seed or system, collectives would match by chance, or wait for each
+      another learning rate, seed or reducer, collectives would match by chance, or wait for each
       other for ever. All processes must call the same steps in the same order. They wait for each
       other for the limit of `jaxsparse.fail_at_once`.
     - **It warns of collectives besides the exchange** that cross `axis_name`, from 1 KiB a device

@@ -28,7 +28,7 @@ from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
-from jaxsparse.comm.workers import Workers, is_checked, place_rows
+from jaxsparse.comm.workers import Workers, is_checked, workers_and_placement
 from jaxsparse.feedback.front import means_in_check
 from jaxsparse.feedback.options import check_transformation, leaves_rule
 from jaxsparse.feedback.rows import check_extra_args, read_rows
@@ -156,7 +156,7 @@ def zero1(
             return Zero1State(zero, zero, start, zero, info(0), ())
         _refuse_bound(axis_name)
         at = Workers.find(params, axis_name, mesh, workers)
-        _, placement = place_rows(params, axis_name, mesh, workers, specs)
+        _, placement = workers_and_placement(params, axis_name, mesh, workers, specs)
         parts = Ownership.plan(bare, rule, at, placement)
         zeros = functools.partial(_zeros, at.mesh, isinstance(jax.tree.leaves(bare)[0], Tracer))
         rows = lambda i: PerWorker(zeros((at.count, *parts.shapes[i]), parts.row_spec(i)))
