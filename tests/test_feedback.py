@@ -216,10 +216,11 @@ def test_several_leaves_are_exchanged_as_one(density, bucket_size):
     jax.tree.map(np.testing.assert_array_equal, several, one)
     updates, residual, momentum, _, skipped = one
     assert skipped[0, :, 0].tolist() == [0, 0, 1, 1, 1]
-    for kept in (residual, momentum):
-        np.testing.assert_array_equal(kept[:, 2], kept[:, 1])
-        assert np.any(kept[:, 3] != kept[:, 2])
+    came = 0.5 * momentum[:, 1] + np.where(np.isfinite(rows[:, 2]), rows[:, 2], 0)
+    waits = residual[:, 1].sum(0) + came.sum(0)
+    np.testing.assert_allclose(residual[:, 2].sum(0), waits, rtol=1e-5, atol=1e-2)
     assert not updates[:, 2].any()
+    assert updates[:, 3].any()
     assert np.all((momentum[:, 0] == 0).sum(1) >= round(density * 600))
 
 
@@ -278,7 +279,9 @@ def test_one_nan_in_many_elements_skips_the_step(position, simulated):
     updates, after = step(broken, before)
     assert after.skipped == 1
     assert not np.any(updates["w"])
-    jax.tree.map(np.testing.assert_array_equal, after._replace(skipped=before.skipped), before)
+    came = 0.9 * before.momentum["w"].value + np.nan_to_num(broken["w"])
+    waits = before.residual["w"].value.sum(0) + came.sum(0)
+    np.testing.assert_allclose(after.residual["w"].value.sum(0), waits, rtol=1e-5)
 
 
 LOWERED = """
@@ -368,13 +371,14 @@ def test_momentum_of_the_mean_does_not_overflow_for_good():
     np.testing.assert_allclose(updates["w"], jnp.float32([largest, -largest, 1.75]) / 8)
 
 
-def test_a_skipped_step_keeps_the_sign_of_zero_beside_16_bit_leaves():
+def test_a_skipped_step_takes_its_means_back_beside_16_bit_leaves():
+    """All of them, and not what rounding to the leaves' dtype would have left."""
     tx = jaxsparse.exchange(jaxsparse.reducers.TopK(0.5), axis_name=None, is_dense=lambda *_: False)
     state = tx.init({"w": jnp.zeros(4, jnp.bfloat16)})
-    state = state._replace(residual={"w": PerWorker(jnp.float32([[-0.0, 0, -1, 1]]))})
+    fine = jnp.float32([[1 / 3, 0.1, 1.7, -2.1]])
+    state = state._replace(residual={"w": PerWorker(fine)})
     _, after = jax.jit(tx.update)({"w": jnp.full(4, jnp.nan, jnp.bfloat16)}, state)
-    before = np.asarray(flat(state.residual)).view(np.uint32)
-    np.testing.assert_array_equal(np.asarray(flat(after.residual)).view(np.uint32), before)
+    np.testing.assert_array_equal(flat(after.residual), flat(state.residual))
 
 
 @pytest.mark.slow

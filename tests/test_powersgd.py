@@ -234,8 +234,11 @@ def test_a_dense_start_zeros_then_a_nan_then_an_overflow(iteration):
     broken["kernel"] = broken["kernel"].at[1, 3, 4].set(jnp.nan)
     updates, after = run(broken, state)
     assert not any(np.any(x) for x in jax.tree.leaves(updates))
-    jax.tree.map(np.testing.assert_array_equal, after, state._replace(skipped=after.skipped))
     assert after.skipped == 1
+    for name, left in after.residual.items():
+        g = np.nan_to_num(dict(zip(state.residual, jax.tree.leaves(broken)))[name])
+        waits = (state.residual[name].value + g).sum(0)
+        np.testing.assert_allclose(left.value.sum(0), waits, rtol=1e-4, atol=1e-4)
 
     # The sum of this matrix's factors overflows: it waits, and the others go on.
     large = draws(3) | {"kernel": jnp.full((3, 40, 36), 2e38)}

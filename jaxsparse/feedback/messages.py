@@ -18,6 +18,7 @@ from jaxsparse.feedback.step import (
     Exchanged,
     all_finite_in,
     begin,
+    delivered,
     exchange_dense,
     finish,
     in_range,
@@ -177,9 +178,12 @@ def receive_step(
                 owed = in_range(vector / settings.decay)
             reduced = reduced._replace(kept=Kept(owed, None, reduced.kept.state))
         mean, now = finish(own.begun, vector, reduced, bucket)
-        # Means may have weights, so each worker takes back what it sent, and not a share of them.
-        now = now._replace(residual=where_ok(ok, now.residual, own.begun.residual))
-        mean = where_ok(ok, mean, jax.tree.map(jnp.zeros_like, mean))
+        kept = now.residual
+        mean, now = delivered(mean, now, ok)
+        if not counts:
+            now = now._replace(residual=kept)
+        elif shares is not None:  # the mean is no sum of equal shares: it takes back what it sent
+            now = now._replace(residual=where_ok(ok, kept, own.begun.residual))
         if bucket.needs_zeros:
             mean, momentum = with_mean_momentum(mean, now.momentum, ok, settings)
             now = now._replace(momentum=momentum)

@@ -88,16 +88,16 @@ def run_step(
             dense_ok, dense_mean = exchange_dense(finite, dense, sizes, axes)
         else:  # what is not finite shows in the mean, on all workers
             dense_mean = _mean_of_dense(dense, sizes, axes)
-            (dense_ok,) = axes.none_of(~_all_finite(dense_mean))
+            dense_ok = _all_finite(dense_mean)
+            if axes.inner:
+                (dense_ok,) = axes.none_of(~dense_ok)
         ok = dense_ok
-        kept = [_delivered(*each, ok) for each in zip(means, after)]
+        kept = [delivered(*each, ok) for each in zip(means, after)]
         means, after = [mean for mean, _ in kept], [bucket for _, bucket in kept]
-    delivered = jnp.bool_(True) if settings.is_delayed else ok
+    counts = jnp.bool_(True) if settings.is_delayed else ok
     for i, bucket in enumerate(plan.buckets):
         if bucket.needs_zeros:
-            means[i], momentum = with_mean_momentum(
-                means[i], after[i].momentum, delivered, settings
-            )
+            means[i], momentum = with_mean_momentum(means[i], after[i].momentum, counts, settings)
             after[i] = after[i]._replace(momentum=momentum)
     dense_mean, dense_momentum = with_mean_momentum(
         dense_mean, before.dense_momentum, dense_ok, settings
@@ -195,7 +195,7 @@ def finish(
     return means, Bucket(left, momentum, after)
 
 
-def _delivered(mean: Pieces, bucket: Bucket, ok: Bool[Array, ""]) -> tuple[Pieces, Bucket]:
+def delivered(mean: Pieces, bucket: Bucket, ok: Bool[Array, ""]) -> tuple[Pieces, Bucket]:
     """The mean that a step delivers, and the state after it. If not `ok`, zero: it is taken back.
 
     Each worker takes back the mean, which is a W-th of what all delivered.
@@ -361,7 +361,9 @@ def with_mean_momentum(
 
 def all_finite_in(tree: Any) -> Bool[Array, ""]:
     """Whether all arrays of a tree are finite."""
-    return functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves(tree)))
+    return functools.reduce(
+        jnp.logical_and, map(_all_finite, jax.tree.leaves(tree)), jnp.bool_(True)
+    )
 
 
 def _all_finite(x: Float[Array, "..."]) -> Array:

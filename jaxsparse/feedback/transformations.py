@@ -262,8 +262,11 @@ def exchange(reducer: Reducer, **options: Unpack[Options]) -> Exchange:
     `optax.masked` never averages the leaves that it leaves out, so that replicas diverge.
 
     If a gradient is not finite on any worker, or an uncompressed mean overflows, all workers skip
-    the step. The update is zero, and only the `skipped` counter of the state changes. Later
-    transformations in the chain still see the zero update: schedules and Adam's moments advance.
+    the step: the update is zero, and `skipped` rises. Nothing of compressed leaves is lost. What
+    was finite of their gradients waits in the residuals (with momentum, as in any step), and what
+    was delivered is taken back, an equal share on each worker. Values that are finite but absurd
+    (1e30) are delivered: clip them in `jaxsparse.per_worker`. Later transformations in the chain
+    still see the zero update: schedules and Adam's moments advance.
     With when_skipped="nan" they see NaN, on all workers alike.
     Sums with residual or momentum are clipped to float32, because an overflow would stay for ever.
 
@@ -284,9 +287,9 @@ def exchange(reducer: Reducer, **options: Unpack[Options]) -> Exchange:
 
     so that the exchange does not depend on the step's gradients. It can run beside the backward
     pass if the backend's collectives are asynchronous. Updates are those of delay=0 one step later,
-    and the first one is zero. Uncompressed leaves wait in `pending`. Only a flag waits for this
-    step's gradients: it says whether they are finite. If they are not, all workers leave them out
-    and `skipped` rises. The exchange of earlier gradients still counts, so apply the update.
+    and the first one is zero. Uncompressed leaves wait in `pending`. If this step's gradients are
+    not finite, `skipped` rises: what was finite of compressed leaves waits in the residuals, and
+    uncompressed ones are left out. The exchange of earlier gradients counts, so apply the update.
 
     Args:
         reducer: the `Reducer` that exchanges the buckets.
