@@ -48,10 +48,10 @@ SKETCH = {"k": D // 100, "cols": 2**18, "oversampling": 1}
     ("name", "settings", "floats", "leaves"),
     [
         ("sketched_sgd", SKETCH, 4.2, 16),
-        ("sketched_sgd", {**SKETCH, "momentum": 0.9}, 5.5, 16),
+        ("sketched_sgd", {**SKETCH, "momentum": 0.9}, 5.8, 16),
         ("sketched_sgd", {**SKETCH, "bucket_size": D // 8}, 4.6, 16),
         ("dgc", {"density": 0.01}, 4.3, 1),
-        ("dgc", {"density": 0.01}, 5.5, 16),
+        ("dgc", {"density": 0.01}, 5.8, 16),
         ("top_k", {"density": 0.01}, 3.5, 1),
         ("chunked_top_k", {"k": 41}, 3.4, 1),
         ("gtopk", {"density": 0.01}, 5.2, 16),

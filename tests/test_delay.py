@@ -1,14 +1,12 @@
 """Delayed exchange: this step's update is last step's exchange."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import running
 from contract import CASES, rounds
 from supports import flat as flat_state
 from training import scanned
@@ -167,20 +165,3 @@ def test_a_traced_delay_names_static_args():
     injected = optax.inject_hyperparams(make)(delay=1)
     with pytest.raises(ValueError, match=r"delay=.* must be an int: .*static_args"):
         injected.init({"w": jnp.zeros((40, 30))})
-
-
-@pytest.mark.slow
-def test_the_compiled_exchange_depends_on_no_gradient(tmp_path):
-    """Only the flag, which travels with the loss, does. Runs benchmarks/overlap.py as users do."""
-    script = running.ROOT / "benchmarks" / "overlap.py"
-    flags = ["--method", "sketched_sgd", "--width", "128", "--json", tmp_path / "result.json"]
-    running.python(script, *flags, settings={"JAX_PLATFORMS": "cpu"})
-    modes = json.loads((tmp_path / "result.json").read_text())["modes"]
-    bulk = {
-        mode: [row["backward"] for row in found["collectives"] if row["operand_bytes"] > 12]
-        for mode, found in modes.items()
-    }
-    assert min(bulk["in order"]) > 0
-    assert set(bulk["delay"]) == {0}
-    flags = [row for row in modes["delay"]["collectives"] if row["backward"]]
-    assert [row["operand_bytes"] for row in flags] == [12]

@@ -66,8 +66,9 @@ def ef21_sgdm(
     Reducers that are right only in expectation (Quantized with stochastic rounding, S2), or that
     leak, are refused, because g would add up their errors for ever.
 
-    A skipped step has an update of zero, and only its count changes. `jaxsparse.reshard` keeps the
-    means of v_w and of residuals, hence the law. Uncompressed leaves have g == mean of all v_w.
+    A skipped step has an update of zero. What was finite of its gradients waits in v_w and the
+    residual (not of uncompressed leaves). `jaxsparse.reshard` keeps the means of v_w and of
+    residuals, hence the law. Uncompressed leaves have g == mean of all v_w.
     Each worker holds two arrays like the parameters, v_w and the residual, and one that is equal on
     all workers, g.
 

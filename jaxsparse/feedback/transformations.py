@@ -316,7 +316,8 @@ def exchange(reducer: Reducer, **options: Unpack[Options]) -> Exchange:
         accumulator_dtype: dtype of the residual and momentum of compressed leaves between steps.
             None: float32. "bfloat16" halves their memory and rounds them at random.
         bucket_size: largest number of elements of a bucket. None: one bucket. Several buckets are
-            exchanged one after the other, which takes less memory. They share the budget in
+            exchanged one after the other, the last layers' first, while the backward pass goes on
+            (on GPUs: `benchmarks/schedules.py`). They take less memory, and share the budget in
             proportion to their sizes.
         mesh: mesh of the workers, where neither arrays and their types nor `jax.set_mesh` tell it.
         workers: number of workers to simulate on one device, without a mesh.

@@ -1,0 +1,27 @@
+"""What XLA:GPU puts beside an exchange. It compiles without a GPU, see `benchmarks/schedules.py`."""
+
+import importlib.util
+import re
+
+import pytest
+import running
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda12_plugin") is None
+        or importlib.util.find_spec("nvidia.cuda_nvcc") is None,
+        reason="XLA:GPU is not installed: pip install jax-cuda12-plugin jax-cuda12-pjrt "
+        "nvidia-cuda-nvcc-cu12",
+    ),
+]
+
+
+def test_exchanges_hide_behind_the_backward_pass():
+    names = ["plain jit", "int8", "top_k", "int8, one bucket", "int8, delay=1"]
+    script = running.ROOT / "benchmarks" / "schedules.py"
+    printed = running.python(script, "--only", *names)
+    beside = dict(zip(names, map(int, re.findall(r"(\d+) beside", printed))))
+    assert min(beside["int8"], beside["int8, delay=1"]) >= beside["plain jit"] > 0
+    assert beside["top_k"] >= beside["plain jit"] / 2
+    assert beside["int8, one bucket"] == 0
