@@ -177,6 +177,31 @@ def test_flags_and_names_stay_pythons():
         jaxsparse.value_and_grad(loss, argnums=())
 
 
+def test_flags_and_numbers_beside_arrays_stay_pythons():
+    """By position and by name, in trees of any depth."""
+
+    def branching(w, x, config, *, last):
+        kept = x[:, : config["rows"][0]] if config["on"] and config["mode"] == "a" else None
+        return jnp.sum(jnp.sin(kept @ w) * config["scale"]) * last[0] ** last[1]
+
+    def config(scale):
+        return {"rows": [2, None], "on": True, "mode": "a", "scale": scale}
+
+    both = jaxsparse.value_and_grad(branching, workers=3)
+    values, grads = jax.jit(lambda w, x, s: both(w, x, config(s), last=(s, 2)))(W, X, 3.0)
+    value, slope = jax.value_and_grad(branching)(W, X, config(jnp.float32(3)), last=(3.0, 2))
+    np.testing.assert_allclose(values.sum(), value, rtol=1e-5)
+    np.testing.assert_allclose(grads.sum(0), slope, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"argument\[0\]\[2\]\['act'\] is .* which is no array"):
+        both(W, X, {"act": jnp.tanh, "scale": W}, last=(1, 2))
+
+
+def test_auxiliary_output_that_is_no_array_is_told():
+    fun = lambda w, x: (jnp.sum(x @ w), {"loss": w, "name": "a"})
+    with pytest.raises(ValueError, match=r"auxiliary output\['name'\] is 'a' of type str, which"):
+        jaxsparse.grad(fun, has_aux=True, workers=3)(W, X)
+
+
 def test_modules_of_equinox_may_go_whole():
     """With their activation functions, by position or by name."""
     frozen = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))

@@ -236,6 +236,10 @@ def owned_by_a_name():
     jaxsparse.zero1("adam", "int4")
 
 
+def parameters_to_check_in_front_of_a_chain():
+    jaxsparse.check(PARAMS, jaxsparse.dense())
+
+
 def numbers_in_a_batch_of_local_steps():
     train = local_steps()
     train(train.init((jnp.ones(2),)), [1.0, 2.0])
@@ -256,6 +260,7 @@ USES = {
     optimizer_that_is_not_made: r"optimizer=<function adam .* is no Optax .*optax.sgd\(1.0\)",
     streaming_by_a_number: r"streaming=2 must be None or as jaxsparse.outer.Streaming",
     owned_by_a_name: r"optimizer='adam' is no Optax transformation",
+    parameters_to_check_in_front_of_a_chain: r"(?s)^tx={.{,80} is no Optax transformation",
     numbers_in_a_batch_of_local_steps: r"argument 1\[0\] is a scalar in a batch",
     arguments_of_shard_by_turns: r"^mesh=.{,60} must be a jax.sharding.Mesh",
     state_of_another_system_to_carry_over: "it is of TopK, and like is of SparDL",

@@ -265,6 +265,19 @@ def test_a_life_that_sees_a_later_one_stops(clock):
     assert one.rounds.life not in str(store.names(f"messages/0000000{state.round}"))
 
 
+def test_a_faster_life_that_was_replaced_sends_nothing(clock):
+    """No message of the later one, which has no residual to send late, would ever count."""
+    store = reference.Memory()
+    programs = Arithmetic(DENSE, optax.sgd(1.0), lambda state: state[0])
+    members = [reference.member(store, NAMES[0], clock, programs=programs) for _ in range(2)]
+    states = [member.join(reference.start()) for member in members]
+    _, exchange = members[0].begin(reference.moved(states[0], [1] * 6))
+    with pytest.raises(RuntimeError, match=r"joined as amsterdam after this one has begun"):
+        exchange.advance()
+    ran(members[1:], states[1:], 2, np.ones((2, 1, 6)), clock)
+    assert members[1].totals[:2] == (2, 2)
+
+
 def test_lives_are_in_the_order_in_which_they_joined(clock):
     """Whatever the store answers to who takes a number."""
     store = reference.Memory()
@@ -895,8 +908,13 @@ WRONG = {
     "not made": ({"optimizer": optax.sgd}, "optimizer=<function sgd .* is no Optax transformation"),
     "an axis": (
         {"exchange": jaxsparse.top_k(0.5, is_dense=lambda *_: False)},
-        "be made with axis_name=None",
+        "axis_name='data'.* make it with axis_name=None",
     ),
+    "an axis of what is dense": (
+        {"exchange": jaxsparse.dense(axis_name="hosts")},
+        "axis_name='hosts'.* make it with axis_name=None",
+    ),
+    "lookahead": ({"optimizer": optax.lookahead(optax.sgd(1.0), 2, 0.5)}, "give every=k and"),
 }
 
 

@@ -932,6 +932,21 @@ def test_an_optimizer_that_an_outer_step_can_not_run_is_refused(name):
         )
 
 
+@pytest.mark.parametrize("holds", [jnp.zeros(2), {"w": jnp.zeros((3, 2))}])
+def test_lookahead_outside_and_inside_is_told_its_line(holds):
+    train = LocalSteps(walk, jaxsparse.dense(), optax.lookahead(optax.adam(1.0), 5, 0.5), 2)
+    with pytest.raises(ValueError, match=r"fast.* give every=k and optax.sgd\(alpha\)"):
+        train.init((holds, 0))
+    both = optax.LookaheadParams.init_synced(holds)
+    with pytest.raises(
+        ValueError, match=r"params=lambda state: state\[0\].fast and average=lambda"
+    ):
+        LocalSteps(walk, *diloco(), 2).init((both, 0))
+    pick = {"params": lambda state: state[0].fast, "average": lambda state: state[0].slow}
+    found = LocalSteps(walk, *diloco(), 2, **pick).init((both, 0)).params
+    jax.tree.map(np.testing.assert_array_equal, found, holds)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "match"),
     [

@@ -113,6 +113,12 @@ REFUSED = {
     ),
     "in local steps": (in_local_steps, r"count has shape \(\).*weight= gives that to LocalSteps"),
     "flags": (lambda: jaxsparse.mean_of(jnp.ones(2), jnp.ones(2, bool)), "dtype bool, and needs"),
+    "a dict": (
+        lambda: jaxsparse.mean_of(jnp.ones(2), {"tokens": jnp.ones(2)}),
+        "count is a dict, and needs a number for each worker",
+    ),
+    "swapped": (lambda: jaxsparse.mean_of(jnp.ones(2), ([1.0], {})), "count is a tuple, and needs"),
+    "nothing": (lambda: jaxsparse.mean_of(jnp.ones(2), None), "count is a NoneType, and needs"),
     "float16": (
         lambda: jaxsparse.mean_of(jnp.ones(2), jnp.ones(2, jnp.float16)),
         "count has dtype float16, which skips whole numbers from 2048 on",

@@ -63,6 +63,40 @@ def test_parameters_of_a_module_are_picked_by_type():
     jax.tree.map(np.testing.assert_array_equal, arrays(found), expected)
 
 
+class Counted(eqx.Module):
+    """It has arrays that have no gradients."""
+
+    scale: jax.Array
+    count: jax.Array
+    key: jax.Array
+    act: object
+
+    def __call__(self, x):
+        return self.act(self.scale * x[:2])
+
+
+COUNTED = Counted(jnp.ones(2), jnp.int32(3), jax.random.key(0), jnp.tanh)
+
+
+def test_local_steps_move_the_floats_of_a_module():
+    def step(state, x):
+        loss, grads = eqx.filter_value_and_grad(loss_of)(state[0], x)
+        return (eqx.apply_updates(state[0], jax.tree.map(lambda g: -g, grads)),), loss
+
+    train = LocalSteps(step, dense(), optax.sgd(1.0), 2)
+    shape = lambda x: x if callable(x) else jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shapes, state = train.init((jax.tree.map(shape, COUNTED),)), train.init((COUNTED,))
+    assert jax.tree.leaves(shapes) == jax.tree.leaves(jax.tree.map(shape, held(state)))
+    state, _ = train(state, BATCH)
+    own, _ = zip(*(step((COUNTED,), rows) for rows in np.split(BATCH, 2)))
+    np.testing.assert_allclose(
+        state.params.scale, (own[0][0].scale + own[1][0].scale) / 2, rtol=1e-5
+    )
+    whole = eqx.combine(state.params, COUNTED)
+    assert whole.count == 3
+    assert whole(BATCH[0]).shape == (2,)
+
+
 @pytest.mark.slow
 def test_local_steps_of_a_module():
     tx = optax.sgd(0.1)

@@ -11,6 +11,7 @@ import sys
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath, keystr
 
@@ -61,6 +62,17 @@ def held(tree: T) -> T:
         return jax.tree_util.tree_map_with_path(hold, node) if is_module(node) else node
 
     return jax.tree.map(hold_all, tree, is_leaf=is_module)
+
+
+def floats_of_modules(tree: T) -> T:
+    """The tree with None in the place of arrays of Equinox modules that have no gradients."""
+    equinox: Any = sys.modules.get("equinox")
+    is_module = lambda node: equinox is not None and isinstance(node, equinox.Module)
+    is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    floats = lambda node: jax.tree.map(lambda x: x if is_float(x) else None, node)
+    return jax.tree.map(
+        lambda node: floats(node) if is_module(node) else node, tree, is_leaf=is_module
+    )
 
 
 def with_flags_held(tree: T) -> T:

@@ -148,7 +148,7 @@ def check_transformation(name: str, tx: Any, such: str) -> None:
     """Raises ValueError unless it is a transformation of Optax. `such`: one, in words."""
     if not all(callable(getattr(tx, method, None)) for method in ("init", "update")):
         raise ValueError(
-            f"{name}={tx!r} is no Optax transformation: give one that is made, such as {such}"
+            f"{name}={tx!r:.80} is no Optax transformation: give one that is made, such as {such}"
         )
 
 

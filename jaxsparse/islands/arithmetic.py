@@ -80,6 +80,12 @@ class Arithmetic:
         fragments: int = 1,
     ) -> None:
         check_exchange(exchange, optimizer)
+        if (name := exchange.settings.axis_name) is not None:
+            raise ValueError(
+                f"exchange has axis_name={name!r}, which is for workers of one program, and each "
+                "island is a program: make it with axis_name=None, as in "
+                "jaxsparse.top_k(0.01, axis_name=None)"
+            )
         self.is_weighted = weighted
         self._places = Streaming(fragments, overlap=0).places
         self._exchange = exchange
@@ -152,8 +158,8 @@ class Arithmetic:
             begun = [part_begun(part) for part in range(len(shared.outer))]
         except ValueError as error:
             error.add_note(
-                "islands are programs of their own, so exchange must send one message, and be "
-                "made with axis_name=None; what applies the mean is optimizer"
+                "islands are programs of their own, so exchange must send one message; what "
+                "applies the mean is optimizer"
             )
             raise
         found = [f"{path} {x.shape} {x.dtype}" for path, x in shared_leaves(shared)]

@@ -114,6 +114,11 @@ class Rounds:
         self.life = f"{number:08d}-{word}"
         return self.life
 
+    def has_later_life(self) -> bool:
+        """Whether the store shows one of this island. Then this one has nothing more to say."""
+        listed = _list_pairs(self.store, "lives")
+        return any(_ROUND.fullmatch(n) and n > self.life for name, n in listed if name == self.name)
+
     def post(
         self,
         round: int,

@@ -97,7 +97,7 @@ class Round:
         It raises UnreachableError if the store does not answer, or does not show what must be
         there: this island's own message after the grace, its decision, the one before that, or a
         message that counts and no snapshot after it. Call it again. RuntimeError: a later life of
-        this island takes part, so that this one is at an end.
+        this island has begun, so that this one is at an end.
         """
         while not self.is_done:
             if self.message is not None:
@@ -165,6 +165,8 @@ class Round:
 
     def _post(self) -> None:
         assert self.words is not None
+        if self.member.rounds.has_later_life():
+            raise self._replaced(f"has begun by round {self.round}")
         self.member.rounds.post(
             self.round,
             self.words,
@@ -248,12 +250,14 @@ class Round:
         """Raises RuntimeError if a later life counts: what this one owes may be that one's, too."""
         member = self.member
         if decision.lives.get(member.name, "") > member.rounds.life:
-            raise RuntimeError(
-                f"a process that joined as {member.name} after this one counts in round "
-                f"{decision.round}. So this one stops, and sends nothing more: it was paused and "
-                "replaced, or two processes have one name. Give each island a name of its own, or "
-                "join again, which ends the other one"
-            )
+            raise self._replaced(f"counts in round {decision.round}")
+
+    def _replaced(self, how: str) -> RuntimeError:
+        return RuntimeError(
+            f"a process that joined as {self.member.name} after this one {how}. So this one stops, "
+            "and sends nothing more: it was paused and replaced, or two processes have one name. "
+            "Give each island a name of its own, or join again, which ends the other one"
+        )
 
     def _was_sent_in(self, decision: Decision) -> bool:
         """Whether a former life has sent in this round what the saved state owes."""

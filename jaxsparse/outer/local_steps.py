@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, check_function, static_int
 from jaxsparse.comm.marks import is_per_worker
-from jaxsparse.comm.static_leaves import held, released, with_flags_held
+from jaxsparse.comm.static_leaves import floats_of_modules, held, released, with_flags_held
 from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback import Exchange
 from jaxsparse.outer.abstract import shapes_of
@@ -53,11 +53,14 @@ from jaxsparse.training.sharding import shard
 
 
 def params_of(state: Any) -> Any:
-    """The parameters of a training state: its `params`, or the first item of a tuple."""
+    """The parameters of a training state: its `params`, or the first item of a tuple.
+
+    Of Equinox modules in them, their floating-point arrays.
+    """
     if hasattr(state, "params"):
-        return state.params
+        return floats_of_modules(state.params)
     if type(state) is tuple and state:
-        return state[0]
+        return floats_of_modules(state[0])
     raise ValueError(
         f"params=None finds no parameters in a state of type {type(state).__name__}: give a "
         "function that picks them, as params=lambda state: state['params']"
@@ -132,7 +135,9 @@ class LocalSteps:
             steps: `Stages((1, 30), (1000,))` is post-local SGD (Lin et al., ICLR 2020). A stage
             begins with an outer step.
         params: function that picks the parameters from a state. None: `state.params`, or the first
-            item of a plain tuple. For an nnx state: `lambda s: nnx.filter_state(s, nnx.Param)`.
+            item of a plain tuple, and of Equinox modules in them the floating-point arrays: the
+            others stay each worker's, and `eqx.combine(state.params, model)` adds them. For an nnx
+            state: `lambda s: nnx.filter_state(s, nnx.Param)`.
         average: function that picks statistics from a state, such as those of BatchNorm, or second
             copies of parameters, such as schedule-free's z or a mean over steps. Each outer step
             (of fragment 0, with streaming) averages them over workers. They travel uncompressed.

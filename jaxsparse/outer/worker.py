@@ -96,7 +96,12 @@ class Worker(NamedTuple):
             raise ValueError(
                 "average picks parameters, which are exchanged anyway: pick statistics"
             )
-        params = jax.tree.map(widened, self.params(state))
+        if isinstance(params := self.params(state), optax.LookaheadParams):
+            raise ValueError(
+                "params picks optax.LookaheadParams, of which the slow ones have no gradient: give "
+                "params=lambda state: state[0].fast and average=lambda state: state[0].slow"
+            )
+        params = jax.tree.map(widened, params)
         parts = range(self.streaming.fragments)
         outer = tuple(self.outer(params).init(self.part(params, p)) for p in parts)
         check_optimizer(self.optimizer, outer[0][1], self.part(params, 0))
@@ -378,6 +383,12 @@ def check_optimizer(optimizer: optax.GradientTransformation, state: Any, params:
     params, before = _at_first(optimizer, params)
     try:
         after = jax.eval_shape(step, params, before)
+    except AttributeError as error:
+        raise ValueError(
+            f"optimizer does not take the parameters as they are ({error}): give one that does, "
+            "such as optax.sgd(1.0). In the place of optax.lookahead(optimizer, k, alpha) give "
+            "every=k and optax.sgd(alpha), and let step use its optimizer"
+        ) from error
     except TypeError as error:
         if not lacks_arguments(error):
             raise

@@ -1,7 +1,7 @@
 """Which arguments of a call are batches, and whether workers can share them."""
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ def numbers_of_batches(
 def with_fixed(
     argnums: Any, batch_argnums: Any, args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, in which those that hold no array are `Static`.
+    """The arguments, in which flags, strings and numbers are `Static`, and all that has no array.
 
     Code may branch on them, as under `jax.value_and_grad`. What is differentiated or split is left.
     """
@@ -96,7 +96,10 @@ def with_fixed(
     others = _numbers("argnums", argnums) | _numbers("batch_argnums", numbers)
     arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     is_array = lambda x: isinstance(x, arrays) and not isinstance(x, FLAGS)
-    fixed = lambda x: x if any(map(is_array, jax.tree.leaves(x))) else Static(x, type(x))
+    static = lambda x: Static(x, type(x))
+    # Of other objects beside arrays, such as functions, `check_arrays` tells.
+    leaf = lambda x: static(x) if isinstance(x, (*FLAGS, Number)) and not is_array(x) else x
+    fixed = lambda x: jax.tree.map(leaf, x) if any(map(is_array, jax.tree.leaves(x))) else static(x)
     is_kept = lambda i: i in others or i - len(args) in others
     by_position = tuple(x if is_kept(i) else fixed(x) for i, x in enumerate(args))
     return by_position, {name: fixed(x) for name, x in named.items()}

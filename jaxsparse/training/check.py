@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxsparse.arrays.layout import named_shapes
 from jaxsparse.comm.workers import Running, running
 from jaxsparse.feedback import front
+from jaxsparse.feedback.options import check_transformation
 from jaxsparse.training.chains import warn_of_chains, warn_of_masks
 
 # So many workers are traced. Few sizes of arrays are equal to it by chance.
@@ -51,6 +52,7 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
         ...
         ValueError: the chain mixes the rows of workers. In front of the exchange, the ...
     """
+    check_transformation("tx", tx, "optax.chain(jaxsparse.dense(), optax.sgd(0.1))")
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
     program, state, updates, after = _traced(tx, own, axis_name)
     gradients = len(jax.tree.leaves(_differentiated(own)))

@@ -55,7 +55,7 @@ def value_and_grad(
             return optax.apply_updates(params, updates), opt_state, loss.mean()
 
     `fun` is one worker's function. It sees its part of the batch, and all other arguments whole.
-    Flags, strings and numbers of Python stay what they are, such as `train=True`.
+    Flags, strings and numbers of Python stay what they are, also beside arrays in a tree.
     Inside, `jax.lax.axis_index(axis_name)` is the worker's number, for keys of its own. Everything
     that comes back has a row for each worker, split over `axis_name`: the value (W,), auxiliary
     output and gradients (W, ...). A chain with an exchange of this library takes the gradients as
@@ -138,6 +138,7 @@ def value_and_grad(
                         "jaxsparse.value_and_grad its number as batch_argnums"
                     )
                 raise
+            check_arrays("auxiliary output", value[1] if has_aux else None)
             return (value, grads), None
 
         def check(program: Jaxpr) -> None:

@@ -4,6 +4,7 @@ Sums add up over micro-batches and over workers, and means do not. So losses and
 until all are there, and are divided once.
 """
 
+import contextlib
 from typing import Any
 
 import jax
@@ -47,11 +48,16 @@ def mean_of(sums: Any, count: Any) -> Any:
         >>> mean_of(totals, counts).mean().tolist()  # 70 / 40
         1.75
     """
-    count = jnp.asarray(count)
-    shape, dtype = count.shape, count.dtype
+    shape: tuple[int, ...]
+    dtype: Any
+    found, shape, dtype = f"is a {type(count).__name__}", (), None
+    with contextlib.suppress(TypeError, ValueError):  # of trees, such as auxiliary output
+        count = jnp.asarray(count)
+        shape, dtype = count.shape, count.dtype
+        found = f"has shape {shape} and dtype {dtype}"
     if len(shape) != 1 or not _is_real(dtype):
         raise ValueError(
-            f"count has shape {shape} and dtype {dtype}, and needs a number for each worker, (W,). "
+            f"count {found}, and needs a number for each worker, (W,). "
             "In the loss, return sums: `return total, count`. Divide behind the gradients: "
             "`(total, count), grads = jaxsparse.value_and_grad(loss_of, has_aux=True)(params, "
             "batch)` and `loss, grads = jaxsparse.mean_of((total, grads), count)`. (The step of "
