@@ -23,6 +23,7 @@ from jaxsparse import (
     traffic as traffic,
 )
 from jaxsparse.arrays.settings import Stages
+from jaxsparse.collectives.gather import Gather, gather
 from jaxsparse.comm.links import Link
 from jaxsparse.comm.marks import PerWorker, specs
 from jaxsparse.exchanges import (
@@ -66,6 +67,7 @@ __version__ = "0.3.0"
 # The names that a training program uses. Building blocks are in the modules imported above.
 __all__ = [
     "Exchange",
+    "Gather",
     "Link",
     "LocalSteps",
     "PerWorker",
@@ -79,6 +81,7 @@ __all__ = [
     "dragonn",
     "exchange",
     "fail_at_once",
+    "gather",
     "grad",
     "local",
     "mean_of",
