@@ -53,6 +53,7 @@ from jaxsparse.traffic import wire_bytes
 from jaxsparse.training import checksums as checksums
 from jaxsparse.training.check import check
 from jaxsparse.training.diagnostics import diagnose
+from jaxsparse.training.fsdp import fsdp_specs, gather_residual
 from jaxsparse.training.gradients import grad, value_and_grad
 from jaxsparse.training.means import mean_of
 from jaxsparse.training.per_worker import per_worker
@@ -81,7 +82,9 @@ __all__ = [
     "dragonn",
     "exchange",
     "fail_at_once",
+    "fsdp_specs",
     "gather",
+    "gather_residual",
     "grad",
     "local",
     "mean_of",

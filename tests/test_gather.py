@@ -12,8 +12,7 @@ from reference_formats import rounded
 from workers import WAYS, mesh, on_workers
 
 import jaxsparse
-from jaxsparse.collectives.gather import Residual
-from jaxsparse.comm.shards import rows_of, whole_of
+from jaxsparse.comm.shards import Residual, rows_of, whole_of
 from jaxsparse.quantize import QSGD, Format
 
 GROUP = 16

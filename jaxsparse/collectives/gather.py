@@ -7,49 +7,20 @@ worker's own part of a gradient, which does not travel, is not rounded.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Key
+from jaxtyping import Array, Key
 
 from jaxsparse.collectives.quantized_all_reduce import (
     quantized_all_gather,
     quantized_reduce_scatter,
 )
 from jaxsparse.comm import wire
-from jaxsparse.comm.shards import Plain, rows_of, whole_of
+from jaxsparse.comm.shards import Plain, Residual, rows_of, whole_of
 from jaxsparse.quantize.formats import Format
 from jaxsparse.quantize.quantizer import Quantizer, check_feedback
-
-
-class Residual(NamedTuple):
-    """What rounding left of a worker's gradients of a whole leaf: values times a scale.
-
-    Dtypes with a narrower range than float32's have the largest magnitude at the end of theirs.
-    """
-
-    values: Float[Array, "*shape"]
-    scale: Float[Array, ""]  # float32
-
-    @classmethod
-    def zeros(cls, shape: tuple[int, ...], dtype: DTypeLike = jnp.bfloat16) -> Self:
-        """An empty residual of one worker, in 8, 16 or 32 bits a value, for a whole leaf."""
-        return cls(jnp.zeros(shape, dtype), jnp.float32(1))
-
-    @property
-    def whole(self) -> Float[Array, "*shape"]:
-        return self.values.astype(jnp.float32) * self.scale
-
-    def updated(self, x: Float[Array, "*shape"]) -> Self:
-        """The residual that holds `x`. A value that is not finite would stay for ever."""
-        x = jnp.where(jnp.isfinite(x), x, self.whole)
-        range_of = jnp.finfo(self.values.dtype)
-        scale = self.scale
-        if range_of.maxexp < jnp.finfo(jnp.float32).maxexp:
-            top = jnp.max(jnp.abs(x), initial=0) / float(range_of.max)
-            scale = jnp.maximum(top, jnp.finfo(jnp.float32).tiny)
-        return type(self)((x / scale).astype(self.values.dtype), scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +32,7 @@ class Gather(Plain):
         gradients: the same of gradients.
         key: key of stochastic rounding (`QSGD`), the same on all workers and fresh at each step.
             Each worker and leaf has its own draw.
-        residual: what rounding left of gradients, as `Gather.init` makes it. `value_and_grad`
+        residual: what rounding left of gradients, as `gather_residual` makes it. `value_and_grad`
             returns gradients and the new residual, as a pair. None: it is dropped.
 
     >>> Gather("int8", "int4").gradients
@@ -170,9 +141,7 @@ def gather(
     how = Gather(weights, gradients, key, residual)
     workers, shape = wire.axis_size(axis_name), list(jnp.shape(shard))
     if not jnp.issubdtype(jnp.result_type(shard), jnp.floating):
-        raise ValueError(
-            f"shard has dtype {shard.dtype}: gather takes parameters, of a float dtype"
-        )
+        raise ValueError(f"shard has dtype {shard.dtype}: give parameters, of a float dtype")
     if not 0 <= axis < len(shape):
         raise ValueError(
             f"axis={axis} is no dimension of a shard of shape {tuple(shape)}: give the one along "
@@ -187,7 +156,7 @@ def gather(
     if residual is not None and residual.values.shape != tuple(shape):
         raise ValueError(
             f"residual has shape {residual.values.shape}, and the whole leaf {tuple(shape)}: make "
-            f"it by gather.Residual.zeros({tuple(shape)})"
+            f"it by comm.shards.Residual.zeros({tuple(shape)})"
         )
     return _gather((how.weights, how.gradients), axis, axis_name, shard, key, residual)
 
