@@ -199,6 +199,7 @@ def value_and_grad(params, batch, **options):
 
 RESIDUAL = jaxsparse.gather_residual({"w": normal(4, 4)}, {"w": P("data")}, workers=2)
 REFUSED = {
+    "a format": ({"gather": "int8"}, "gather='int8' is no jaxsparse.Gather: give gather=jaxsp"),
     "no leaf is cut": (
         {"gather": jaxsparse.Gather("int8")},
         "no leaf is known to be cut over .* give jaxsparse.value_and_grad their partitions, as sp",

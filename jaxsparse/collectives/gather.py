@@ -156,7 +156,7 @@ def gather(
     if residual is not None and residual.values.shape != tuple(shape):
         raise ValueError(
             f"residual has shape {residual.values.shape}, and the whole leaf {tuple(shape)}: make "
-            f"it by comm.shards.Residual.zeros({tuple(shape)})"
+            f"it by jaxsparse.collectives.Residual.zeros({tuple(shape)})"
         )
     return _gather((how.weights, how.gradients), axis, axis_name, shard, key, residual)
 

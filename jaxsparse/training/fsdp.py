@@ -119,6 +119,11 @@ class CutLeaves:
         workers: Workers,
     ) -> Self | None:
         """Those of a call, of whose `leaves` the first are those of `args`. None: none is cut."""
+        if not isinstance(gather, Plain) and gather is not None and gather is not False:
+            raise ValueError(
+                f"gather={gather!r} is no jaxsparse.Gather: give gather=jaxsparse.Gather('int8', "
+                "'int4'), or gather=False if the loss calls jaxsparse.gather itself"
+            )
         several = (argnums,) if (is_one := isinstance(argnums, int)) else argnums
         several = [i % len(args) for i in several]
         wanted = args[several[0]] if is_one else tuple(args[i] for i in several)
@@ -138,28 +143,24 @@ class CutLeaves:
                 f"other axes {workers.inner}, which is not supported: take a mesh with this axis "
                 "alone, or cut them over the other axes alone, and exchange gradients with rows"
             )
-        found = cls(
-            axes,
-            {
-                (*(() if is_one else (SequenceKey(k),)), *path[2:]): n
-                for k, i in enumerate(several)
-                for n, (path, _) in enumerate(leaves)
-                if path[0] == SequenceKey(0) and path[1] == SequenceKey(i)
-            },
-            Plain() if gather is None else gather or None,
-            workers,
-        )
-        if found.gather is not None and found.gather.residual is not None:
+        numbers = {
+            (*(() if is_one else (SequenceKey(k),)), *path[2:]): n
+            for k, i in enumerate(several)
+            for n, (path, _) in enumerate(leaves)
+            if path[0] == SequenceKey(0) and path[1] == SequenceKey(i)
+        }
+        how = Plain() if gather is None else gather or None
+        if how is not None and how.residual is not None:
             shapes = {path: jnp.shape(x) for path, x in tree_leaves_with_path(wanted)}
             needed = {keystr(path): (workers.count, *shapes[path]) for path in axes}
-            there = _by_path(found.gather.residual)
-            given = {keystr(path): jnp.shape(jax.tree.leaves(x)[0]) for path, x in there}
+            each = _by_path(how.residual)
+            given = {keystr(path): jnp.shape(jax.tree.leaves(x)[0]) for path, x in each}
             if given != needed:
                 raise ValueError(
                     f"residual= has arrays of {given}, and the leaves that are cut need {needed}: "
                     "make it by jaxsparse.gather_residual(params, specs), once before training"
                 )
-        return found
+        return cls(axes, numbers, how, workers)
 
     def entered(self, leaves: list[Any], is_split: list[bool]) -> tuple[list[Any], list[bool]]:
         """The arrays of all workers: the call's, with rows of what is cut, and the gather's own."""
