@@ -15,7 +15,7 @@ from reference_formats import rounded
 from workers import mesh as mesh_of, rows
 
 import jaxsparse
-from jaxsparse.comm.shards import rows_of, whole_of
+from jaxsparse.comm.shards import Residual, rows_of, whole_of
 from jaxsparse.quantize import QSGD, Format
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -52,7 +52,10 @@ def placed(params, batch, mesh, least=16):
 @jax.numpy_dtype_promotion("standard")  # Optax' Adam needs it
 def test_plain_fsdp_trains_as_plain_jit_does(workers, kind):
     params, batch = problem(workers)
-    mesh, tx = mesh_of(workers, kind), optax.adamw(1e-2)
+    mesh, tx = (
+        mesh_of(workers, kind),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    )
     cut, spread = placed(params, batch, mesh)
     specs = jaxsparse.specs(cut)
     assert specs == {"w": P(None, "data"), "v": P("data"), "b": P()}
@@ -72,7 +75,7 @@ def test_plain_fsdp_trains_as_plain_jit_does(workers, kind):
         np.testing.assert_allclose(loss, other, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), found, wanted)
     part = 6 * 8
-    for moment in (found[0], found[1][0].mu):
+    for moment in (found[0], found[1][1][0].mu):
         assert {x.data.size for x in moment["w"].addressable_shards} == {part}
 
 
@@ -153,6 +156,35 @@ def test_layers_gather_where_they_run_if_the_loss_does():
         of = jaxsparse.grad(ours, specs=specs, gather=False, **way)
         found = jax.jit(of)(params, batch)
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), found, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_residuals_of_layers_are_differentiated_beside_them(dtype):
+    workers, layers, width = 4, 3, 8
+    params, batch = normal(layers, width, width), normal(2 * workers, width, seed=1)
+    rows = (workers, layers, width, width)
+    residual = Residual(jnp.zeros(rows, dtype), jnp.ones(rows[:2]))
+
+    def loss(params, x, residual, gradients):
+        def layer(x, given):
+            w = jaxsparse.gather(given[0], 1, gradients=gradients, residual=given[1])
+            return jnp.tanh(x @ w), None
+
+        own = jax.tree.map(lambda x: x[0], residual)
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, (params, own))[0] ** 2)
+
+    specs = P(None, None, "data")
+    of = lambda *rest, **more: jaxsparse.grad(*rest, gather=False, workers=workers, **more)
+    ours = functools.partial(loss, gradients=INT4)
+    both = jax.tree.map(lambda x: P("data"), residual)
+    grads, new = of(ours, (0, 2), specs=(specs, both))(params, batch, residual)
+    plain = functools.partial(loss, residual=None, gradients=None)
+    wanted = of(lambda p, x: plain(p, x), specs=specs)(params, batch)
+    held = new.values.astype("float32") * new.scale[..., None, None]
+    bound = 1e-6 if dtype == "float32" else 0.07 * workers * float(jnp.abs(held).max())
+    assert not np.allclose(grads, wanted, atol=1e-5)
+    total = workers * np.asarray(grads) + np.asarray(held).sum(0)
+    np.testing.assert_allclose(total, workers * np.asarray(wanted), atol=bound)
 
 
 class Layer(equinox.Module):
