@@ -136,9 +136,8 @@ def test_stochastic_draws_are_each_workers_own_and_unbiased():
     workers, shape, axis = 3, (9, 64), 0
     whole, given = case(workers, shape, axis)
     given = np.broadcast_to(given[:1], given.shape)
-    means = lambda key: jnp.stack(
-        run(whole, given, axis, gradients=QSGD(2, GROUP), weights=QSGD(8, GROUP), key=key)[1]
-    )
+    settings = {"gradients": QSGD(2, GROUP), "weights": QSGD(8, GROUP)}
+    means = jax.jit(lambda key: run(whole, given, axis, key=key, **settings)[1])
     found = np.stack([means(jax.random.key(i)) for i in range(64)])
     wanted = np.stack(twin.shards_of(given[0], axis, workers))
     assert np.abs(found.mean(0) - wanted).mean() < np.abs(found[0] - wanted).mean() / 5
