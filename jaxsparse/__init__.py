@@ -23,6 +23,7 @@ from jaxsparse import (
     traffic as traffic,
 )
 from jaxsparse.arrays.settings import Stages
+from jaxsparse.collectives.gather import Gather, gather
 from jaxsparse.comm.links import Link
 from jaxsparse.comm.marks import PerWorker, specs
 from jaxsparse.exchanges import (
@@ -52,6 +53,7 @@ from jaxsparse.traffic import wire_bytes
 from jaxsparse.training import checksums as checksums
 from jaxsparse.training.check import check
 from jaxsparse.training.diagnostics import diagnose
+from jaxsparse.training.fsdp import fsdp_specs, gather_residual
 from jaxsparse.training.gradients import grad, value_and_grad
 from jaxsparse.training.means import mean_of
 from jaxsparse.training.per_worker import per_worker
@@ -66,6 +68,7 @@ __version__ = "0.3.0"
 # The names that a training program uses. Building blocks are in the modules imported above.
 __all__ = [
     "Exchange",
+    "Gather",
     "Link",
     "LocalSteps",
     "PerWorker",
@@ -79,6 +82,9 @@ __all__ = [
     "dragonn",
     "exchange",
     "fail_at_once",
+    "fsdp_specs",
+    "gather",
+    "gather_residual",
     "grad",
     "local",
     "mean_of",

@@ -55,6 +55,12 @@ def partitioned_over_another_axis():
     shard({"w": jax.device_put(PARAMS["w"], NamedSharding(grid, P(None, "model")))}, mesh(4))
 
 
+def cut_over_workers(specs, on=None, workers=None):
+    gather = jaxsparse.Gather("int8")
+    of = jaxsparse.grad(of_rows, specs=specs, gather=gather, mesh=on, workers=workers)
+    of(PARAMS, ROWS)
+
+
 def inner_mesh():
     return jax.make_mesh((2, 4), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -174,6 +180,9 @@ REFUSED = {
     "fed back it grows from step to step": lambda: Quantized(
         QSGD(2, scale="l2"), rounding="nearest"
     ),
+    "and no leaf is known to be cut over": lambda: cut_over_workers(None, workers=2),
+    "on a mesh with other axes": lambda: cut_over_workers({"w": P("data"), "b": P()}, mesh((2, 2))),
+    "rounds stochastically, and has no key": lambda: jaxsparse.Gather("int8", QSGD(4)),
     "holds no state of a jaxsparse transformation": lambda: diagnose(PARAMS),
     "Replicas have drifted apart": copies_that_differ,
 }

@@ -21,3 +21,4 @@ from jaxsparse.collectives.sparcml import (
 )
 from jaxsparse.collectives.spardl import spar_reduce_scatter as spar_reduce_scatter
 from jaxsparse.collectives.union import union as union
+from jaxsparse.comm.shards import Residual as Residual

@@ -83,40 +83,54 @@ def quantized_all_reduce(
 
 
 def quantized_reduce_scatter(
-    rows: Float[Array, "W m"], quantizer: Quantizer, *, axis_name: str | None
+    rows: Float[Array, "W m"],
+    quantizer: Quantizer,
+    *,
+    axis_name: str | None,
+    key: Key[Array, ""] | None = None,
 ) -> tuple[Float[Array, " m"], Float[Array, "W m"]]:
     """The first half of `quantized_all_reduce`: row w of all workers, summed by worker w.
 
     Args:
         rows: this worker's part of each range, float32.
-        quantizer: quantiser. It rounds deterministically.
+        quantizer: quantiser.
         axis_name: the axis of the workers, W.
+        key: key of stochastic rounding, the same on all workers. None rounds deterministically.
 
     Returns:
-        The sum of this worker's own range, which is not rounded, and the residual.
+        The sum of this worker's own range, which is not rounded, and the residual. To feed that
+        back with a key, call `check_feedback`.
     """
-    check_feedback(quantizer, stochastic=False)
+    if key is None:
+        check_feedback(quantizer, stochastic=False)
     workers, m = rows.shape
     if workers == 1:
         return rows[0], jnp.zeros_like(rows)
     sent = sent_size(m, quantizer)
     wide = jax.vmap(lambda row: padded(row, sent))(rows)
-    counts = jnp.full(workers, m, jnp.int32)
-    total, messages = _sum_ranges(wide, counts, quantizer, axis_name, None)
+    counts, rank = jnp.full(workers, m, jnp.int32), wire.axis_index(axis_name)
+    keys = None if key is None else jax.random.split(jax.random.fold_in(key, rank), workers)
+    total, messages = _sum_ranges(wide, counts, quantizer, axis_name, keys)
     lost = rows - _unpack_each(messages, quantizer, sent)[:, :m]
-    own = _own_range(workers, wire.axis_index(axis_name))
-    return first_of(total, m), jnp.where(own, 0, lost)
+    return first_of(total, m), jnp.where(_own_range(workers, rank), 0, lost)
 
 
 def quantized_all_gather(
-    x: Float[Array, " m"], quantizer: Quantizer, *, axis_name: str | None
+    x: Float[Array, " m"],
+    quantizer: Quantizer,
+    *,
+    axis_name: str | None,
+    key: Key[Array, ""] | None = None,
 ) -> tuple[Float[Array, "W m"], Float[Array, " m"]]:
     """The second half: each worker's vector on all workers, equal on all, and the residual."""
-    check_feedback(quantizer, stochastic=False)
+    if key is None:
+        check_feedback(quantizer, stochastic=False)
+    else:
+        key = jax.random.fold_in(key, wire.axis_index(axis_name))
     if wire.axis_size(axis_name) == 1:
         return wire.replicated(x, axis_name)[None], jnp.zeros_like(x)
     m = sent_size(x.size, quantizer)
-    message = _pack(padded(x, m), None, jnp.int32(x.size), quantizer)
+    message = _pack(padded(x, m), key, jnp.int32(x.size), quantizer)
     rows = _unpack_each(wire.all_gather(message, axis_name), quantizer, m)
     return rows[:, : x.size], x - first_of(_unpack(message, quantizer, m), x.size)
 

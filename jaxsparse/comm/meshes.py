@@ -180,7 +180,7 @@ def place(tree: Any, axis_name: str, mesh: AnyMesh, specs: Any = None) -> Placem
     if not inner:
         return None
     leaves = tree_flatten_with_path(tree)[0]
-    given = [None] * len(leaves) if specs is None else _of_leaves(specs, tree)
+    given = [None] * len(leaves) if specs is None else of_leaves(specs, tree)
     own = tuple(
         _partition(f"leaf{keystr(path)}", leaf, spec, mesh, axis_name, dict(inner))
         for (path, leaf), spec in zip(leaves, given)
@@ -197,7 +197,7 @@ def check_has_axis(mesh: AnyMesh, axis_name: str) -> None:
         )
 
 
-def _of_leaves(specs: Any, tree: Any) -> list[PartitionSpec | None]:
+def of_leaves(specs: Any, tree: Any) -> list[PartitionSpec | None]:
     """The partition that `specs` gives for each leaf of `tree`; None where it gives none.
 
     Raises:

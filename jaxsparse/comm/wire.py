@@ -128,6 +128,14 @@ def psum(x: Array, axis_name: str | tuple[str, ...] | None) -> Array:
     return jax.lax.psum(x, axis_name)
 
 
+def psum_scatter(x: Array, axis_name: str | None) -> Array:
+    """The sum over workers of their row of `x`, (W, ...): worker w gets that of rows w.
+
+    Precision is that of `psum`.
+    """
+    return x[0] if axis_name is None else jax.lax.psum_scatter(x, axis_name)
+
+
 def pmax(x: Array, axis_name: str | None) -> Array:
     """Maximum over workers, replicated."""
     if axis_name is None:

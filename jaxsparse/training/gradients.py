@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import shard_maps, wire
+from jaxsparse.comm.shards import Plain
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback.front import marked
@@ -30,6 +31,7 @@ from jaxsparse.training.batches import (
     numbers_of_batches,
     with_fixed,
 )
+from jaxsparse.training.fsdp import CutLeaves
 from jaxsparse.training.rewriting import rewritten
 
 # A worker's own arrays, and those that are equal on all workers: None, if there are none.
@@ -45,6 +47,8 @@ def value_and_grad(
     mesh: Mesh | None = None,
     axis_name: str = "data",
     workers: int | None = None,
+    specs: Any = None,
+    gather: Plain | Literal[False] | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for each worker: its own values and gradients, a row for each worker.
 
@@ -76,6 +80,10 @@ def value_and_grad(
     shares a worker's batch: shard its rows there, or look it up by `jax.nn.one_hot(tokens, n) @
     table`. On Explicit axes `axis_name` alone is made manual for all of `fun`.
 
+    If leaves at `argnums` are cut over the workers' axis (FSDP, ZeRO-3), `fun` sees them whole, and
+    gradients are means without rows, cut as the leaves are. So no exchange stands in the optimizer.
+    Arrays in `jax.jit` on Auto axes do not tell: give `specs`. See docs/fsdp.md.
+
     Args:
         fun: function of a scalar loss, as for `jax.value_and_grad`. A Flax nnx module has to be
             given as its state (`nnx.split`). Of an Equinox module at `argnums`, only floating-point
@@ -89,6 +97,10 @@ def value_and_grad(
         axis_name: the mesh axis of the workers.
         workers: number of workers to simulate on one device, without a mesh. Give the exchange and
             `per_worker` the same number.
+        specs: partitions of what is at `argnums`, if leaves of it are cut over the workers, as
+            `jaxsparse.fsdp_specs` makes them; or shardings, or arrays that have one.
+        gather: how to gather these leaves and to average their gradients: `jaxsparse.Gather("int8",
+            "int4")`. None: in their dtype. False: `fun` sees shards, and calls `jaxsparse.gather`.
 
     Returns:
         A function of the arguments of `fun`. It works inside and outside of `jax.jit`.
@@ -147,9 +159,15 @@ def value_and_grad(
                 check_closed_over(program, batches, there.count, "give batch_argnums=1")
             named_axes.check_sums(program, axis_name)
 
-        each = on_workers(one, there, is_split, is_split, check, True)
-        (value, grads), _ = each(*(x for _, x in flat))
-        return value, marked(grads)
+        leaves = [x for _, x in flat]
+        cut = CutLeaves.find(flat, given[0], argnums, specs, gather, there)
+        if cut is None:
+            (value, grads), _ = on_workers(one, there, is_split, is_split, check, True)(*leaves)
+            return value, marked(grads)
+        sent, rows_in = cut.entered(leaves, is_split)
+        of_batch = [*is_split, *[False] * (len(sent) - len(leaves))]
+        whole = cut.around(one, len(leaves))
+        return cut.returned(*on_workers(whole, there, rows_in, of_batch, check, True)(*sent))
 
     return rows
 
