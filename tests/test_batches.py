@@ -196,6 +196,13 @@ def test_flags_and_numbers_beside_arrays_stay_pythons():
         both(W, X, {"act": jnp.tanh, "scale": W}, last=(1, 2))
 
 
+def test_a_key_in_the_place_of_the_batch_is_told_where_batches_stand():
+    fun = lambda w, key, x: jnp.sum(x @ w)
+    with pytest.raises(ValueError, match=r"argument 1 is a scalar .*another number as batch_arg"):
+        jaxsparse.grad(fun, workers=3)(W, jax.random.key(0), X)
+    assert jaxsparse.grad(fun, workers=3, batch_argnums=2)(W, jax.random.key(0), X).shape == (3, 2)
+
+
 def test_auxiliary_output_that_is_no_array_is_told():
     fun = lambda w, x: (jnp.sum(x @ w), {"loss": w, "name": "a"})
     with pytest.raises(ValueError, match=r"auxiliary output\['name'\] is 'a' of type str, which"):

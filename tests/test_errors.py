@@ -236,6 +236,17 @@ def owned_by_a_name():
     jaxsparse.zero1("adam", "int4")
 
 
+def loss_and_gradients_in_one():
+    both = jaxsparse.value_and_grad(lambda p, b: jnp.sum(p["b"] * b.mean()), workers=2)
+    tx = jaxsparse.dense(workers=2)
+    tx.update(both(PARAMS, jnp.ones(4)), tx.init(PARAMS), PARAMS)
+
+
+def zeros_without_rows():
+    tx = jaxsparse.dense(workers=2)
+    tx.update(jax.tree.map(jnp.zeros_like, PARAMS), tx.init(PARAMS), PARAMS)
+
+
 def parameters_to_check_in_front_of_a_chain():
     jaxsparse.check(PARAMS, jaxsparse.dense())
 
@@ -260,6 +271,8 @@ USES = {
     optimizer_that_is_not_made: r"optimizer=<function adam .* is no Optax .*optax.sgd\(1.0\)",
     streaming_by_a_number: r"streaming=2 must be None or as jaxsparse.outer.Streaming",
     owned_by_a_name: r"optimizer='adam' is no Optax transformation",
+    loss_and_gradients_in_one: r"there are 3 gradients: .* as in loss, grads = jaxsparse.value_and",
+    zeros_without_rows: r"no row for each worker: .*, or is one worker's row, or made anew",
     parameters_to_check_in_front_of_a_chain: r"(?s)^tx={.{,80} is no Optax transformation",
     numbers_in_a_batch_of_local_steps: r"argument 1\[0\] is a scalar in a batch",
     arguments_of_shard_by_turns: r"^mesh=.{,60} must be a jax.sharding.Mesh",

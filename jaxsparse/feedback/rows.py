@@ -97,8 +97,9 @@ def _shapes_of(params: Any, count: int) -> list[Any]:
     if len(shapes) != count:
         raise ValueError(
             f"params has {len(shapes)} leaves, and there are {count} gradients: give tx.update the "
-            "parameters that were differentiated, and put the exchange where it sees these alone, "
-            "as in optax.lookahead(optax.chain(exchange, optimizer), ...)"
+            "gradients alone, as in loss, grads = jaxsparse.value_and_grad(loss_of)(params, "
+            "batch), and the parameters that were differentiated, and put the exchange where it "
+            "sees these alone, as in optax.lookahead(optax.chain(exchange, optimizer), ...)"
         )
     return shapes
 
@@ -111,10 +112,11 @@ def _check_shapes(updates: Any, shapes: Sequence[tuple[int, ...]], axis_name: st
             raise ValueError(
                 f"axis_name={axis_name!r} is not bound here, and {name} of shape {shape} has no "
                 "row for each worker: it has been averaged already, by JAX or by an exchange in "
-                "front. Take jaxsparse.value_and_grad in the place of jax.value_and_grad. A "
-                "wrapper that keeps gradients, such as optax.MultiSteps, stands behind: grads, "
-                "kept = exchange.update(grads, kept, params) first. (One worker's own gradients "
-                "are exchanged where the axis is bound; axis_name=None is for a single worker)"
+                "front, or is one worker's row, or made anew. Take jaxsparse.value_and_grad in the "
+                "place of jax.value_and_grad. A wrapper that keeps gradients, such as "
+                "optax.MultiSteps, stands behind: grads, kept = exchange.update(grads, kept, "
+                "params) first. (One worker's own gradients are exchanged where the axis is "
+                "bound; axis_name=None is for a single worker)"
             )
         if jnp.shape(x)[1:] != shape:
             raise ValueError(

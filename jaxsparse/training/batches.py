@@ -132,8 +132,9 @@ def check_batches(batches: Mapping[int, Any], workers: int) -> None:
     for name, shape in leaves:
         if not shape:
             raise ValueError(
-                f"{name} is a scalar in a batch, which can't be split: pass it as an argument "
-                "of its own, which all workers get whole"
+                f"{name} is a scalar in a batch, which can't be split: pass the batch there "
+                "(jaxsparse.value_and_grad takes another number as batch_argnums=), and a scalar "
+                "as an argument of its own, which all workers get whole"
             )
         if shape[0] % workers:
             raise ValueError(
