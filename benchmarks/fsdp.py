@@ -135,7 +135,9 @@ def compile_layers() -> None:
         out = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         program = jax.jit(grad, out_shardings=out).lower(params, x).compile()
         received = jaxsparse.wire_bytes(program).received
-        temporaries = program.memory_analysis().temp_size_in_bytes
+        memory = program.memory_analysis()
+        assert memory is not None
+        temporaries = memory.temp_size_in_bytes
         table.append((name, f"{received / 4 / size:.3f}", f"{temporaries / 4 / size:.3f}"))
         print(*table[-1], sep="  ", flush=True)
     print("\n".join(aligned(table, right=range(1, 3))))
