@@ -21,9 +21,6 @@ from jaxsparse.feedback.front import means_in_check
 from jaxsparse.feedback.plan import exchanged_specs
 from jaxsparse.feedback.store import ErrorFeedbackState, Kind, kinds
 
-# update(updates, state, momentum, inner axes) of one worker's device. Returns updates and state.
-Update = Callable[[Any, ErrorFeedbackState, Any, tuple[str, ...]], tuple[Any, ErrorFeedbackState]]
-
 
 def typed_as(params: Any, state: ErrorFeedbackState) -> ErrorFeedbackState:
     """The state with its accumulators cut as the leaves are whose types say so: Explicit axes."""
@@ -97,7 +94,7 @@ def spread(
 
 
 def over_rows(
-    update: Update,
+    update: Callable[..., Any],
     updates: Any,
     state: ErrorFeedbackState,
     momentum: Any,
@@ -109,7 +106,8 @@ def over_rows(
     Under `jaxsparse.check`, which asks for the program of a chain, none runs.
 
     Args:
-        update: the update of one worker's device.
+        update: the update of one worker's device: (updates, state, momentum, inner axes) to (updates,
+            state).
         updates: gradients.
         state: the state.
         momentum: a factor, equal on all workers.
@@ -127,7 +125,7 @@ def over_rows(
 
 
 def in_worker(
-    update: Update,
+    update: Callable[..., Any],
     updates: Any,
     state: ErrorFeedbackState,
     momentum: Any,
@@ -174,7 +172,7 @@ def in_worker(
 
 
 def _on_each(
-    update: Update,
+    update: Callable[..., Any],
     workers: Workers,
     placement: Placement | None,
     compressed: Set[int],
@@ -205,10 +203,10 @@ def _on_each(
             return PartitionSpec(*own, *of_name.get(kind.leaf, ()))  # `update` tells unknown names
         return PartitionSpec(*own, *((inner,) if kind.is_reducers and inner else ()))
 
-    def narrow(x: Any, kind: Kind) -> Any:
+    def without_device_axis(x: Any, kind: Kind) -> Any:
         return x if not kind.is_reducers or not inner else x[:, 0] if kind.is_own else x[0]
 
-    def widen(x: Any, kind: Kind) -> Any:
+    def with_device_axis(x: Any, kind: Kind) -> Any:
         return x if not kind.is_reducers or not inner else x[:, None] if kind.is_own else x[None]
 
     def cut(x: Any, own: PartitionSpec, to: PartitionSpec) -> Any:
@@ -221,8 +219,10 @@ def _on_each(
     def body(leaves: list[Any], state: ErrorFeedbackState, momentum: Any) -> Any:
         own = treedef.unflatten([x[0] for x in leaves] if is_stacked else leaves)
         with jax.named_scope(meshes.SCOPE):
-            delivered, state = update(own, jax.tree.map(narrow, state, described), momentum, inner)
-        return jax.tree.leaves(delivered), jax.tree.map(widen, state, described)
+            delivered, state = update(
+                own, jax.tree.map(without_device_axis, state, described), momentum, inner
+            )
+        return jax.tree.leaves(delivered), jax.tree.map(with_device_axis, state, described)
 
     state_specs = jax.tree.map(spec, described)
     delivered, state = workers.map(

@@ -128,7 +128,7 @@ def post_step(
     rank = jnp.asarray(rank, jnp.int32)
     for gradient, b, bucket in zip(gradients, before.buckets, plan.buckets):
         begun = begin(gradient, b, bucket, settings)
-        message, kept = _checked(bucket.reducer).encode(join(begun.residual), b.reducer, rank)
+        message, kept = _checked(bucket.reducer).encode(join(begun.residual), b.reducer_state, rank)
         words.append(message)
         held.append(Posted(begun, kept))
     info = Info(jnp.int32(0), jnp.int32(0))

@@ -92,7 +92,7 @@ class Settings:
         return self.delay == 1
 
     @property
-    def is_narrow(self) -> bool:
+    def rounds_accumulators(self) -> bool:
         """Whether residuals and momenta are rounded between steps."""
         return self.accumulator_dtype != jnp.float32
 

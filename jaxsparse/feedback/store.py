@@ -1,6 +1,7 @@
-"""The state of error feedback between steps: its marks and narrow accumulators.
+"""The state of error feedback between steps: its marks, and accumulators in bfloat16.
 
-Only this file handles them. `exchange` sees one worker's buckets, in float32 pieces.
+`load` turns a state into `Carried`, one worker's buckets in float32 pieces, and `save` turns that
+back. `run_step` sees only `Carried`.
 """
 
 import dataclasses
@@ -110,7 +111,7 @@ def init_state(plan: TreePlan, settings: Settings) -> ErrorFeedbackState:
             skipped=jnp.int32(0),
             info=Info(jnp.int32(0), jnp.int32(0)),
             pending=zeros["pending"] if settings.is_delayed else (),
-            roundings=jnp.uint32(0) if settings.is_narrow else (),
+            roundings=jnp.uint32(0) if settings.rounds_accumulators else (),
         ),
         settings.axis_name,
     )
@@ -176,7 +177,7 @@ def save(
 ) -> ErrorFeedbackState:
     """The state after a step."""
     carried, rounds = done.carried, ()
-    if settings.is_narrow:
+    if settings.rounds_accumulators:
         carried = _rounded(carried, before.roundings, plan, axes)
         rounds = before.roundings + jnp.uint32(1)
     info = done.info
@@ -203,7 +204,7 @@ def save(
         ErrorFeedbackState(
             residual=accumulators["residual"],
             momentum=accumulators["momentum"],
-            reducers={p.name: b.reducer for p, b in zip(plan.buckets, buckets)},
+            reducers={p.name: b.reducer_state for p, b in zip(plan.buckets, buckets)},
             skipped=before.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
             info=info,
             pending=accumulators["pending"] if settings.is_delayed else (),
@@ -226,14 +227,14 @@ def _rounded(carried: Carried, round_: Array, plan: TreePlan, axes: Axes) -> Car
     buckets = []
     for i, (b, bucket) in enumerate(zip(carried.buckets, plan.buckets)):
         shapes = [piece.shape for piece in b.residual]
-        narrow = lambda x, key, to=shapes: layouts.cut(rounded_at_random(layouts.join(x), key), to)
-        residual = narrow(b.residual, key_of(round_, 2 * i, axes.all))
+        rounded = lambda x, key, to=shapes: layouts.cut(rounded_at_random(layouts.join(x), key), to)
+        residual = rounded(b.residual, key_of(round_, 2 * i, axes.all))
         momentum = b.momentum
         if momentum is not None:
             # All copies of a mean's momentum must be rounded alike.
             over = axes.inner if bucket.needs_zeros else axes.all
-            momentum = narrow(momentum, key_of(round_, 2 * i + 1, over))
-        buckets.append(Bucket(residual, momentum, b.reducer))
+            momentum = rounded(momentum, key_of(round_, 2 * i + 1, over))
+        buckets.append(Bucket(residual, momentum, b.reducer_state))
     return carried._replace(buckets=buckets)
 
 

@@ -183,7 +183,7 @@ def _run(
     params: Any = None,
     **extra_args: Any,
 ) -> tuple[Any, ErrorFeedbackState]:
-    """Optax's `update`, of which `step` is what happens on a device: all of it, or a half."""
+    """The body of `update`, `post` and `receive`. `step` is `run_step`, or one of its halves."""
     check_made(state, ErrorFeedbackState)
     if has_nothing(updates, state):
         return updates, state
