@@ -106,8 +106,8 @@ def over_rows(
     Under `jaxsparse.check`, which asks for the program of a chain, none runs.
 
     Args:
-        update: the update of one worker's device: (updates, state, momentum, inner axes) to (updates,
-            state).
+        update: the update of one worker's device, of (updates, state, momentum, inner axes). It
+            returns (updates, state).
         updates: gradients.
         state: the state.
         momentum: a factor, equal on all workers.
@@ -219,9 +219,8 @@ def _on_each(
     def body(leaves: list[Any], state: ErrorFeedbackState, momentum: Any) -> Any:
         own = treedef.unflatten([x[0] for x in leaves] if is_stacked else leaves)
         with jax.named_scope(meshes.SCOPE):
-            delivered, state = update(
-                own, jax.tree.map(without_device_axis, state, described), momentum, inner
-            )
+            state = jax.tree.map(without_device_axis, state, described)
+            delivered, state = update(own, state, momentum, inner)
         return jax.tree.leaves(delivered), jax.tree.map(with_device_axis, state, described)
 
     state_specs = jax.tree.map(spec, described)
