@@ -24,3 +24,11 @@ def test_exchanges_hide_behind_the_backward_pass():
     assert min(beside["int8"], beside["int8, delay=1"]) >= beside["plain jit"] > 0
     assert beside["top_k"] >= beside["plain jit"] / 2
     assert beside["int8, one bucket"] == 0
+
+
+def test_the_program_of_the_page_runs():
+    page = (running.ROOT / "docs" / "accelerators.md").read_text()
+    (program,) = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    printed = running.python("-c", program)
+    assert "all-to-all" in printed
+    assert "temp_size_in_bytes" in printed
