@@ -213,8 +213,8 @@ def carried_by(scan: Any) -> tuple[int, int]:
 
 
 def place_of(equation: Any) -> str:
-    """Where an equation was traced, as "file:line (function)"."""
-    return summarize(equation.source_info)
+    """Where an equation was traced, as "file:line (function)". JAX does not know all places."""
+    return summarize(equation.source_info) or "unknown place"
 
 
 def frames_of(equation: Any) -> tuple[str, ...]:
