@@ -273,3 +273,36 @@ def test_rows_and_wholes_are_inverse():
     x = normal(3, 10, 4)
     np.testing.assert_array_equal(whole_of(rows_of(x, 1, 5), 1), x)
     np.testing.assert_array_equal(rows_of(x, 1, 5)[2], x[:, 4:6])
+
+
+def test_residuals_are_resharded_where_they_have_a_mean():
+    params, specs = {"w": jnp.zeros((8, 6))}, {"w": P("data")}
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
+        left = jaxsparse.gather_residual(params, specs, dtype, workers=4)
+        values = np.arange(4 * 48).reshape(4, 8, 6) / 4
+        left["w"] = left["w"]._replace(values=jaxsparse.PerWorker(jnp.asarray(values, dtype)))
+        if dtype == "bfloat16":
+            found = jaxsparse.reshard(left, 2)["w"].values.value
+            np.testing.assert_allclose(found.mean(0), values.mean(0), rtol=2**-7)
+        else:
+            with pytest.raises(ValueError, match=f"values of {dtype}, .*gather_residual"):
+                jaxsparse.reshard(left, 2)
+            jaxsparse.reshard(left, 4)
+
+
+def test_partitions_over_other_axes_leave_rows():
+    where = mesh_of((4, 2))
+    params = {"w": jax.device_put(jnp.ones((8, 6)), NamedSharding(where, P("fsdp")))}
+    loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
+    of = jaxsparse.value_and_grad(loss, specs={"w": P("fsdp")}, mesh=where)
+    _, grads = of(params, jnp.ones((4, 8)))
+    assert grads["w"].shape == (4, 8, 6)
+
+
+def test_a_mean_of_float16_lies_in_its_range():
+    where = mesh_of(8)
+    params = {"w": jax.device_put(jnp.ones((8, 6), jnp.float16), NamedSharding(where, P("data")))}
+    loss = lambda p, x: jnp.sum(p["w"].astype(jnp.float32) * 2e4) * x.sum()
+    of = jaxsparse.value_and_grad(loss, specs={"w": P("data")}, mesh=where)
+    _, grads = of(params, jnp.ones((8, 1)))
+    np.testing.assert_allclose(grads["w"], np.float16(2e4), rtol=2**-10)

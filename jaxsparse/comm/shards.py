@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
@@ -37,16 +38,29 @@ class Residual(NamedTuple):
         return cls(jnp.zeros(shape, dtype), jnp.float32(1))
 
     @property
+    def dtype(self) -> Any:
+        return jax.tree.leaves(self.values)[0].dtype
+
+    @property
+    def rows(self) -> int:
+        """The number of workers, of all workers' residuals."""
+        return jax.tree.leaves(self.values)[0].shape[0]
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether the dtype's range is narrower than float32's."""
+        return jnp.finfo(self.dtype).maxexp < jnp.finfo(jnp.float32).maxexp
+
+    @property
     def whole(self) -> Float[Array, "*shape"]:
         return self.values.astype(jnp.float32) * self.scale
 
     def updated(self, x: Float[Array, "*shape"]) -> Self:
         """The residual that holds `x`. A value that is not finite would stay for ever."""
         x = jnp.where(jnp.isfinite(x), x, self.whole)
-        range_of = jnp.finfo(self.values.dtype)
         scale = self.scale
-        if range_of.maxexp < jnp.finfo(jnp.float32).maxexp:
-            top = jnp.max(jnp.abs(x), initial=0) / float(range_of.max)
+        if self.has_scale:
+            top = jnp.max(jnp.abs(x), initial=0) / float(jnp.finfo(self.dtype).max)
             scale = jnp.maximum(top, jnp.finfo(jnp.float32).tiny)
         return type(self)((x / scale).astype(self.values.dtype), scale)
 
@@ -73,5 +87,8 @@ class Plain:
         """This worker's shard of the mean over workers of gradients, and the new residual."""
         del key
         workers = wire.axis_size(axis_name)
-        total = wire.psum_scatter(rows_of(gradient, axis, workers), axis_name)
-        return total / jnp.asarray(workers, total.dtype), residual
+        count = jnp.asarray(workers, gradient.dtype)
+        is_short = gradient.dtype == jnp.float16  # whose range a sum may leave
+        rows = rows_of(gradient / count if is_short else gradient, axis, workers)
+        total = wire.psum_scatter(rows, axis_name)
+        return total if is_short else total / count, residual

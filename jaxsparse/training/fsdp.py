@@ -128,7 +128,7 @@ class CutLeaves:
         several = [i % len(args) for i in several]
         wanted = args[several[0]] if is_one else tuple(args[i] for i in several)
         axes = _axes(wanted, specs, workers)
-        if not axes and specs is None:
+        if not axes and (specs is None or workers.inner):  # or partitions are of those other axes
             if gather is None:
                 return None
             raise ValueError(

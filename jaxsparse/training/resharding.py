@@ -11,6 +11,7 @@ from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
 from jaxsparse.comm.marks import check_wrapped, is_marked
 from jaxsparse.comm.meshes import kind_of, names_of
+from jaxsparse.comm.shards import Residual
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.comm.workers import Workers
 from jaxsparse.training.sharding import has_owners, shard, spec_of
@@ -85,6 +86,13 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         if is_marked(path):
             _check(f"leaf{keystr(path)}", leaf, workers)
     _check_equal_counts({f"leaf{keystr(p)}": x.shape[0] for p, x in leaves if is_marked(p)})
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Residual)):
+        if isinstance(node, Residual) and node.has_scale and node.rows != workers:
+            raise ValueError(
+                f"a residual of gradients has values of {node.dtype}, whose scales differ between "
+                "workers, so that they have no mean: make it anew by jaxsparse.gather_residual("
+                "params, specs, dtype), or keep it in bfloat16"
+            )
     is_cut = bool(there.inner)
     may_be_owned = has_owners(like)
 
