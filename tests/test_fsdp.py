@@ -237,7 +237,7 @@ REFUSED = {
         "no leaf is known to be cut over .* give jaxsparse.value_and_grad their partitions, as sp",
     ),
     "odd": ({"specs": {"w": P("data"), "v": P(None, "data"), "b": P()}}, "can't be cut equally"),
-    "two axes": ({"specs": {"w": P(("data", "tp")), "v": P(), "b": P()}}, "alone: cut another"),
+    "two axes": ({"specs": {"w": P(("data", "tp")), "v": P(), "b": P()}}, "and the mesh the axes"),
     "a residual of others": (
         {
             "specs": {"w": P("data"), "v": P(), "b": P()},
@@ -306,3 +306,39 @@ def test_a_mean_of_float16_lies_in_its_range():
     of = jaxsparse.value_and_grad(loss, specs={"w": P("data")}, mesh=where)
     _, grads = of(params, jnp.ones((8, 1)))
     np.testing.assert_allclose(grads["w"], np.float16(2e4), rtol=2**-10)
+
+
+def test_a_loss_of_whole_leaves_has_nothing_to_gather():
+    where = mesh_of(8)
+    loss = lambda p, x: jnp.sum(jaxsparse.gather(p["w"], 0) * x.sum())
+    for specs in ({"w": P("data")}, None):
+        with pytest.raises(ValueError, match="give gather=False there"):
+            jaxsparse.value_and_grad(loss, specs=specs, mesh=where)(
+                {"w": jnp.ones((8, 6))}, jnp.ones((8, 1))
+            )
+
+
+@pytest.mark.parametrize("spec", [P(None, "dta"), P("data", None, None)])
+def test_partitions_that_fit_no_leaf_or_mesh_are_refused(spec):
+    of = jaxsparse.value_and_grad(lambda p, x: p["w"].sum() * x.sum(), specs={"w": spec}, workers=2)
+    with pytest.raises(ValueError, match="and the mesh the axes"):
+        of({"w": jnp.ones((8, 6))}, jnp.ones((8, 1)))
+
+
+def test_a_gather_in_a_branch_is_refused():
+    where = mesh_of(8)
+
+    def loss(p, x):
+        w = jax.lax.cond(
+            x[0, 0] > 0, lambda w: jaxsparse.gather(w, 0), lambda w: jnp.ones((8, 6)), p["w"]
+        )
+        return jnp.sum(w * x.sum())
+
+    of = jaxsparse.value_and_grad(loss, specs={"w": P("data")}, gather=False, mesh=where)
+    with pytest.raises(ValueError, match=r"call jaxsparse.gather in front"):
+        of({"w": jnp.ones((8, 6))}, jnp.ones((8, 1)))
+
+
+def test_a_residual_of_whole_numbers_is_refused():
+    with pytest.raises(ValueError, match="dtype='int8' is no float"):
+        jaxsparse.gather_residual({"w": jnp.ones((8, 6))}, {"w": P("data")}, "int8", workers=2)

@@ -17,8 +17,8 @@ from jaxsparse.collectives.quantized_all_reduce import (
     quantized_all_gather,
     quantized_reduce_scatter,
 )
-from jaxsparse.comm import wire
-from jaxsparse.comm.shards import Plain, Residual, rows_of, whole_of
+from jaxsparse.comm import meshes, wire
+from jaxsparse.comm.shards import HAS_WHOLE_LEAVES, Plain, Residual, rows_of, whole_of
 from jaxsparse.quantize.formats import Format
 from jaxsparse.quantize.quantizer import Quantizer, check_feedback
 
@@ -60,6 +60,10 @@ class Gather(Plain):
                     "key=jax.random.fold_in(jax.random.key(seed), step), the same on all workers, "
                     f"or round to nearest by {name}='int4'"
                 )
+        if self.key is not None and not isinstance(self.key, jax.Array):
+            raise ValueError(
+                f"key={self.key!r} is no key: give jax.random.fold_in(jax.random.key(seed), step)"
+            )
         if self.residual is not None:
             if self.gradients is None:
                 raise ValueError(
@@ -138,6 +142,11 @@ def gather(
         >>> jax.vmap(jax.grad(loss), axis_name="data")(jnp.float32([[1, 2], [3, 4]])).tolist()
         [[2.0, 4.0], [6.0, 8.0]]
     """
+    if HAS_WHOLE_LEAVES.get():
+        raise ValueError(
+            "jaxsparse.value_and_grad gives this loss whole leaves, so that it has nothing to "
+            "gather: give gather=False there, or leave out jaxsparse.gather"
+        )
     how = Gather(weights, gradients, key, residual)
     workers, shape = wire.axis_size(axis_name), list(jnp.shape(shard))
     if not jnp.issubdtype(jnp.result_type(shard), jnp.floating):
@@ -165,7 +174,8 @@ def gather(
 def _gather(
     formats: Any, axis: int, axis_name: str | None, shard: Array, key: Any, residual: Any
 ) -> Array:
-    whole = Gather(formats[0], formats[1], key).gathered(shard, axis, axis_name, key)
+    with jax.named_scope(meshes.SCOPE):
+        whole = Gather(formats[0], formats[1], key).gathered(shard, axis, axis_name, key)
     return wire.varying(whole, axis_name)  # or JAX would sum its cotangents over workers itself
 
 
@@ -180,7 +190,8 @@ def _backward(
 ) -> tuple[Array, None, Any]:
     key, residual = kept
     how = Gather(formats[0], formats[1], key)
-    mean, new = how.averaged(gradient, axis, axis_name, key, residual)
+    with jax.named_scope(meshes.SCOPE):
+        mean, new = how.averaged(gradient, axis, axis_name, key, residual)
     return wire.varying(mean, axis_name), None, wire.varying(new, axis_name)
 
 

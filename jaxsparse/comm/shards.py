@@ -1,5 +1,8 @@
 """Leaves that are cut along one dimension over the workers, as FSDP (ZeRO-3) keeps parameters."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -7,6 +10,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxsparse.comm import wire
+
+# Whether a loss is traced whose leaves are whole, so that it has nothing to gather.
+HAS_WHOLE_LEAVES: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jaxsparse_whole_leaves", default=False
+)
+
+
+@contextlib.contextmanager
+def whole_leaves(are_whole: bool) -> Iterator[None]:
+    """A context in which a loss is traced whose leaves are whole, or not."""
+    token = HAS_WHOLE_LEAVES.set(are_whole)
+    try:
+        yield
+    finally:
+        HAS_WHOLE_LEAVES.reset(token)
 
 
 def rows_of(whole: Array, axis: int, workers: int) -> Array:
@@ -34,7 +52,15 @@ class Residual(NamedTuple):
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: DTypeLike = jnp.bfloat16) -> Self:
-        """An empty residual of one worker, in 8, 16 or 32 bits a value, for a whole leaf."""
+        """An empty residual of one worker, in 8, 16 or 32 bits a value, for a whole leaf.
+
+        Raises:
+            ValueError: the dtype is no float.
+        """
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"dtype={dtype!r} is no float: give 'bfloat16', or 'float8_e4m3fn' for 8 bits"
+            )
         return cls(jnp.zeros(shape, dtype), jnp.float32(1))
 
     @property

@@ -86,6 +86,7 @@ def gather_residual(
     def of(path: KeyPath, x: Any) -> Residual | None:
         if path not in cut:
             return None
+        Residual.zeros((), dtype)  # raises where it is no float
         values = jnp.zeros((there.count, *x.shape), dtype, device=at)
         return Residual(*map(PerWorker, (values, jnp.ones(there.count, device=at))))
 
@@ -191,7 +192,8 @@ class CutLeaves:
             leaves, left = [*given[:count]], dict[KeyPath, Any]()
             for path, axis in self.axes.items():
                 x = leaves[numbers[path]][0]
-                x = x if how is None else how.gathered(x, axis, axis_name, key_of(path))
+                with jax.named_scope(meshes.SCOPE):
+                    x = x if how is None else how.gathered(x, axis, axis_name, key_of(path))
                 leaves[numbers[path]] = x
             (value, grads), _ = one(*leaves)
 
@@ -200,16 +202,18 @@ class CutLeaves:
                     return None
                 if how is None:  # the loss' own gather has averaged it
                     return x
-                mean, left[path] = how.averaged(
-                    x, self.axes[path], axis_name, key_of(path), before.get(path)
-                )
+                with jax.named_scope(meshes.SCOPE):
+                    mean, left[path] = how.averaged(
+                        x, self.axes[path], axis_name, key_of(path), before.get(path)
+                    )
                 return mean
 
             def equal(path: KeyPath, x: Any) -> Any:
                 if path in self.axes:
                     return None
                 wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-                return (wire.psum(wide, axis_name) / self.workers.count).astype(x.dtype)
+                with jax.named_scope(meshes.SCOPE):
+                    return (wire.psum(wide, axis_name) / self.workers.count).astype(x.dtype)
 
             mine = tree_map_with_path(own, grads)
             new = tree_map_with_path(lambda path, _: left[path], residual, is_leaf=_is_residual)
@@ -248,7 +252,16 @@ def _axes(tree: Any, specs: Any, workers: Workers) -> dict[KeyPath, int]:
     leaves = tree_leaves_with_path(tree)
     parts = map(_seen, leaves) if specs is None else meshes.of_leaves(specs, tree)
     found = dict[KeyPath, int]()
+    mesh = workers.mesh
+    known = {str(name) for name in ((workers.axis_name,) if mesh is None else mesh.axis_names)}
     for (path, x), spec in zip(leaves, parts):
+        named = {name for part in spec or () for name in names_of(part)}
+        if named - known or len(spec or ()) > jnp.ndim(x):
+            raise ValueError(
+                f"leaf{keystr(path)} of shape {jnp.shape(x)} has the partition {spec}, and the "
+                f"mesh the axes {sorted(known)}: name these alone, and no more dimensions than the "
+                "leaf has. jaxsparse.fsdp_specs(params, mesh) makes such partitions"
+            )
         for i, part in enumerate(spec or ()):
             if workers.axis_name not in names_of(part):
                 continue

@@ -20,7 +20,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import shard_maps, wire
-from jaxsparse.comm.shards import Plain
+from jaxsparse.comm.shards import Plain, whole_leaves
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback.front import marked
@@ -141,7 +141,8 @@ def value_and_grad(
         def one(*leaves: Any) -> OwnAndEqual:
             args, kwargs = released(treedef.unflatten(leaves))
             try:
-                value, grads = differentiate(*args, **kwargs)
+                with whole_leaves(gather is not False):
+                    value, grads = differentiate(*args, **kwargs)
             except Exception as error:
                 if batch_argnums is None and isinstance(error, TypeError | ValueError):
                     error.add_note(
@@ -158,6 +159,12 @@ def value_and_grad(
                 batches = [given[0][i] for i in split]
                 check_closed_over(program, batches, there.count, "give batch_argnums=1")
             named_axes.check_sums(program, axis_name)
+            if gather is False and one_worker.branches_on(program, axis_name):
+                raise ValueError(
+                    f"a jax.lax.cond or a loop communicates over the workers' axis {axis_name!r}, "
+                    "and workers that take other branches would not take part in it: call "
+                    "jaxsparse.gather in front, and use jnp.where"
+                )
 
         leaves = [x for _, x in flat]
         cut = CutLeaves.find(flat, given[0], argnums, specs, gather, there)
