@@ -230,6 +230,18 @@ def test_a_late_worker_leaves_out_a_gradient_that_is_not_finite(broken):
     assert int(after.skipped) == 0  # the others' step counts
 
 
+def test_a_late_worker_does_not_owe_the_rounding_of_others():
+    tx = jaxsparse.partition({"kernel": reducers.TopK(0.1)}, axis_name=None)
+    usual = {"kernel": (jnp.arange(1200.0) / 7).reshape(40, 30).astype(jnp.bfloat16)}
+    state = tx.init(usual)
+    posts, receives = jitted(tx)
+    posted = [posts(jax.tree.map(lambda x, s=s: x * s, usual), state) for s in (1, 3)]
+    _, after = receives(posted[0][0][None], posted[1][1], usual, state, counts=False)
+    own = 3 * np.asarray(usual["kernel"], np.float32)
+    found = np.asarray(after.residual["kernel"].value)[0]
+    np.testing.assert_array_equal(found, np.asarray(jnp.asarray(own, jnp.bfloat16), np.float32))
+
+
 @pytest.mark.slow
 def test_a_worker_of_many_devices_sends_the_same_words():
     """Messages are in the order of the leaves, not of a mesh."""

@@ -194,4 +194,4 @@ def receive_step(
         raise _misfit(messages)
     dense_mean, dense_momentum = with_mean_momentum(dense_mean, before.dense_momentum, ok, settings)
     carried = Carried(after, dense_momentum, None)
-    return Exchanged(means, dense_mean, carried, total(infos, plan, axes), ok)
+    return Exchanged(means, dense_mean, carried, total(infos, plan, axes), ok, counts)

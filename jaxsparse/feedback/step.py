@@ -51,6 +51,7 @@ class Exchanged(NamedTuple):
     carried: Carried
     info: Info
     ok: Bool[Array, ""]  # whether everything is finite on all workers
+    counts: bool = True  # whether this worker's own message is in the means
 
 
 def run_step(

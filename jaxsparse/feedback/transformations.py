@@ -220,7 +220,7 @@ def _on_device(
     buckets, dense = plan.layout.flatten(updates)
     done = step(buckets, dense, load(state, plan, settings), plan, settings, axes)
     delivered = plan.layout.unflatten(done.means, done.dense_mean)
-    if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
+    if done.counts and set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
         done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
     if settings.when_skipped == "nan":
         delivered = jax.tree.map(lambda x: jnp.where(done.ok, x, jnp.nan), delivered)
