@@ -235,8 +235,9 @@ def test_a_late_worker_does_not_owe_the_rounding_of_others():
     usual = {"kernel": (jnp.arange(1200.0) / 7).reshape(40, 30).astype(jnp.bfloat16)}
     state = tx.init(usual)
     posts, receives = jitted(tx)
-    posted = [posts(jax.tree.map(lambda x, s=s: x * s, usual), state) for s in (1, 3)]
-    _, after = receives(posted[0][0][None], posted[1][1], usual, state, counts=False)
+    posted = [posts(jax.tree.map(lambda x, s=s: x * s, usual), state) for s in (1, 5, 3)]
+    others = jnp.stack([words for words, _ in posted[:2]])  # their mean does not fit bfloat16
+    _, after = receives(others, posted[2][1], usual, state, counts=False)
     own = 3 * np.asarray(usual["kernel"], np.float32)
     found = np.asarray(after.residual["kernel"].value)[0]
     np.testing.assert_array_equal(found, np.asarray(jnp.asarray(own, jnp.bfloat16), np.float32))
