@@ -53,9 +53,9 @@ def put(where, workers):
     return {n: place(forms.W[n], specs[n]) for n in specs}, place(forms.inputs(workers), P("data"))
 
 
-def check(found, right):
+def check(found, right, atol=2e-6):
     for ours, plain in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
-        np.testing.assert_allclose(ours, plain, rtol=2e-4, atol=2e-6)
+        np.testing.assert_allclose(ours, plain, rtol=2e-4, atol=atol)
 
 
 def check_or_refused(run, right, loss, given, words):
@@ -932,7 +932,7 @@ def test_derivatives_by_hand_that_tell_workers_apart():
     of = lambda is_split: lambda w, x: loss(w, x, is_split)
     plain = jax.vmap(jax.value_and_grad(of(False)), (None, 0), axis_name="data")
     found = jaxsparse.value_and_grad(of(True), mesh=where)(*put(where, 4))
-    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)), atol=2e-4)  # of up to 30
 
 
 POLICIES = jax.checkpoint_policies
