@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from run_contract import STEPS
-from running import in_processes
+from running import cache_in, in_processes, python
 from workers import feedback_loop
 
 WORKERS = 4
@@ -69,3 +69,13 @@ ON_MESHES = (*FEW, "powersgd", "demo")
 @pytest.mark.slow
 def test_nothing_is_lost_on_a_mesh_with_an_inner_axis():
     check("run_meshes.py", ON_MESHES, 4, 2, timeout=2 * TIMEOUT)
+
+
+@pytest.mark.slow
+def test_programs_that_a_cache_kept_run_as_they_did(tmp_path):
+    """XLA:CPU orders the collectives of such a program by their data alone, if they branch."""
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    script = Path(__file__).with_name("run_twice.py")
+    printed = python(script, settings=cache_in(tmp_path) | devices)
+    assert printed.count("equal") == 5
+    assert any((tmp_path / "cache").iterdir())

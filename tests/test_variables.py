@@ -174,3 +174,26 @@ def test_variables_that_hold_nothing_stay():
     assert sum(int(jnp.count_nonzero(x)) for x in jax.tree.leaves(updates)) > 0
     _, state = jax.jit(tx.update)(part, state)
     assert int(state.skipped) == 0
+
+
+def test_paths_are_the_same_where_parameters_are_variables():
+    """In `init`, in `update`, and for parts of a tree: a policy may be an exact one."""
+    model = nnx.Sequential(
+        nnx.Linear(20, 30, rngs=nnx.Rngs(0)), nnx.Linear(30, 20, rngs=nnx.Rngs(1))
+    )
+    params = nnx.state(model, nnx.Param)
+    paths = [f"['layers'][{i}]['{name}']" for i in range(2) for name in ("bias", "kernel")]
+    seen = []
+
+    def policy(path, shape):
+        seen.append(path)
+        return {paths[1]: reducers.TopK(0.1), paths[3]: None}.get(path)
+
+    tx = jaxsparse.partition(policy, axis_name=None)
+    for each in (tx, tx.of_parts(params)):
+        state = each.init(params)
+        updates, state = each.update(params, state)
+        assert [*state.residual] == ["layers.0.kernel"]
+        last = [tree["layers"][1] for tree in (updates, params)]
+        jax.tree.map(np.testing.assert_array_equal, *last)
+    assert set(seen) == set(paths)

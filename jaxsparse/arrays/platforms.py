@@ -4,8 +4,7 @@ Loops over tiles suit a CPU, because a tile's working set fits into a cache. A G
 whole vector at once, but in a loop it starts at least one kernel a turn, some microseconds each.
 `by_platform` takes two forms of one function. The device that it is compiled for decides.
 
-`pytest --gpu-forms` runs any test with the forms for GPUs, and `benchmarks/overlap.py` counts
-the kernels and bytes of what XLA compiles.
+`pytest --gpu-forms` runs any test with the forms for GPUs.
 """
 
 import functools

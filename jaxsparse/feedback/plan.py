@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.layout import Layout, named_leaves
+from jaxsparse.comm.marks import without_variables
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.feedback.options import Settings, leaves_rule
 from jaxsparse.reducers.base import Leaf, Reducer, check_reducer
@@ -58,6 +59,7 @@ def reducers_of(tree: Any, settings: Settings) -> list[Reducer | None]:
     Raises:
         ValueError: no leaf would be compressed, or the policy does not fit the tree.
     """
+    tree = without_variables(tree)  # so that a path is the same in `init` and in `update`
     if not jax.tree.leaves(tree):
         return []
     if settings.reducer is not None:

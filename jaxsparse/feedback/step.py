@@ -71,13 +71,11 @@ def run_step(
     """
     buckets, pending = before.buckets, None
     if settings.is_delayed:
-        dense_mean = _pending_mean(before.pending, dense, axes)
         means, after, infos, _ = _exchange_each(None, buckets, plan, settings, axes)
+        dense_mean = _pending_mean(behind(before.pending, means), dense, axes)
         begun = zip(gradients, after, plan.buckets)
         after = [begin(gradient, b, bucket, settings) for gradient, b, bucket in begun]
-        # The flag has to follow the exchange, or XLA may send both in one message, which would then
-        # wait for the gradients.
-        finite, _ = jax.lax.optimization_barrier((all_finite_in([gradients, dense]), means))
+        finite = behind(all_finite_in([gradients, dense]), means)
         ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
         pending = where_ok(ok, dense, jnp.zeros_like(dense))
         ok &= dense_ok
@@ -86,7 +84,8 @@ def run_step(
         sizes = plan.layout.dense_sizes
         if gradients:
             finite = functools.reduce(jnp.logical_and, flags)
-            dense_ok, dense_mean = exchange_dense(finite, dense, sizes, axes)
+            finite, loose = behind((finite, dense), means)
+            dense_ok, dense_mean = exchange_dense(finite, loose, sizes, axes)
         else:  # what is not finite shows in the mean, on all workers
             dense_mean = _mean_of_dense(dense, sizes, axes)
             dense_ok = _all_finite(dense_mean)
@@ -205,6 +204,18 @@ def delivered(mean: Pieces, bucket: Bucket, ok: Bool[Array, ""]) -> tuple[Pieces
     residual = jax.tree.map(back, bucket.residual, mean)
     mean = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), mean)
     return mean, bucket._replace(residual=residual)
+
+
+def behind(tree: T, means: Sequence[Pieces]) -> T:
+    """The arrays, which then depend on the means of exchanges, so that they are sent after these.
+
+    XLA may send what is independent in one message, which would wait for all gradients. And
+    XLA:CPU mixes up collectives at the same time if one is in a branch: processes died in programs
+    that JAX's cache had kept. It takes barriers out before it orders collectives.
+    """
+    firsts = [piece.reshape(-1)[0] for mean in means for piece in mean[:1] if piece.size]
+    are_there = all_finite_in([first[None] for first in firsts])  # always: XLA does not know it
+    return jax.tree.map(lambda x: jnp.where(are_there, x, jnp.zeros_like(x)), tree)
 
 
 def finite_part(tree: T) -> T:
@@ -326,9 +337,13 @@ def _after(x: Pieces, mean: Pieces, axes: Axes) -> tuple[Pieces, Pieces]:
     """Returns `x`, which then depends on `mean`, and `mean`.
 
     Without the barrier XLA may start all buckets at once, or combine their messages, and need the
-    memory that splitting saves. The mean is an output, too, because XLA drops unused operands.
+    memory that splitting saves. The mean is an output, too, because XLA drops unused operands. For
+    CPUs see `behind`, by which XLA:GPU would put nothing beside the backward pass.
     """
     x, after = jax.lax.optimization_barrier((x, mean))
+    x = jax.lax.platform_dependent(
+        x, after, cpu=lambda x, mean: behind(x, [mean]), default=lambda x, mean: x
+    )
     for axis in axes.all:
         if wire.tracks_replication(axis) and not wire.is_varying(mean[0], axis):
             # A barrier types all as the most varying.

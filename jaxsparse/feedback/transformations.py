@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse.arrays.layout import named_shapes
 from jaxsparse.comm import wire
-from jaxsparse.comm.marks import is_stand_in, on_plain_arrays, warn_of_copies
+from jaxsparse.comm.marks import is_stand_in, on_plain_arrays, warn_of_copies, without_variables
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.comm.workers import workers_and_placement
@@ -82,7 +82,8 @@ class Exchange(optax.GradientTransformationExtraArgs):
 
         Raises ValueError if it does not fit the whole.
         """
-        reducers = dict(zip(named_shapes(whole), reducers_of(whole, self.settings)))
+        paths = named_shapes(without_variables(whole))
+        reducers = dict(zip(paths, reducers_of(whole, self.settings)))
         of_path = lambda path, shape: reducers[path]
         own = dataclasses.replace(self.settings, reducer=None, policy=of_path, is_dense=None)
         return Exchange.of(own)

@@ -34,6 +34,7 @@ from jaxsparse.feedback.options import check_transformation, leaves_rule
 from jaxsparse.feedback.rows import check_extra_args, read_rows
 from jaxsparse.feedback.step import (
     all_finite_in,
+    behind,
     count_moved,
     exchange_dense,
     finite_part,
@@ -219,33 +220,34 @@ def _send_out(
     def on_worker(rows: dict[int, Array], residual: dict[int, Array]) -> Any:
         given = {i: x[0].astype(jnp.float32) for i, x in rows.items()}
         before = {i: x[0] for i, x in residual.items()}
-        finite = finite_part({i: given[i] for i in before})
-        x = {i: jnp.clip(before[i] + finite[i], -LARGEST, LARGEST) for i in before}
-        loose = [i for i in given if i not in before]
-        vector = layouts.join([given[i] for i in loose])
-        ok, dense = exchange_dense(all_finite_in(given), vector, [vector.size], axes)
-        means = dict(zip(loose, layouts.cut(dense, [given[i].shape for i in loose])))
+        added = finite_part({i: given[i] for i in before})
+        x = {i: jnp.clip(before[i] + added[i], -LARGEST, LARGEST) for i in before}
+        exact: dict[int, Array] = {}  # means in float32
         lost: dict[int, Array] = {}
         if parts.owned:
             total, rest = quantized_reduce_scatter(parts.to_rows(x), out, axis_name=axis_name)
             # A sum beyond float32's range is clipped: the other workers do not know of it.
-            mean = jnp.clip(total, -LARGEST, LARGEST) / count
-            own = parts.of_owner(mean)
-            arrives = lambda i: jnp.where(ok, layouts.narrow(own[i], rows[i].dtype), 0)
-            means |= {i: arrives(i) for i in own}
-            # A worker's residual of its own part is free for what does not arrive: what the mean's
-            # dtype has rounded, and all of it where the step is skipped.
-            rounding = layouts.join([own[i] - means[i].astype(jnp.float32) for i in own])
-            rank = wire.axis_index(axis_name)
-            lost |= parts.from_rows(rest.at[rank].set(count * rounding))
+            exact |= parts.of_owner(jnp.clip(total, -LARGEST, LARGEST) / count)
         if parts.whole:
             shapes = [x[i].shape for i in parts.whole]
             vector = layouts.join([x[i] for i in parts.whole])
             done = Quantized(out, "nearest")(vector, (), axis_name=axis_name)
             found = layouts.cut((done.mean, done.kept.residual), shapes)
-            for i, mean, left in zip(parts.whole, *found):
-                means[i] = jnp.where(ok, layouts.narrow(mean, rows[i].dtype), 0)
-                lost[i] = left + (mean - means[i].astype(jnp.float32))
+            exact |= dict(zip(parts.whole, found[0]))
+            lost |= dict(zip(parts.whole, found[1]))
+        loose = [i for i in given if i not in before]
+        last = all_finite_in(given), layouts.join([given[i] for i in loose])
+        finite, vector = behind(last, [(mean,) for mean in exact.values()])
+        ok, dense = exchange_dense(finite, vector, [vector.size], axes)
+        means = dict(zip(loose, layouts.cut(dense, [given[i].shape for i in loose])))
+        means |= {i: jnp.where(ok, layouts.narrow(y, rows[i].dtype), 0) for i, y in exact.items()}
+        # What does not arrive: what the mean's dtype has rounded, and all of a skipped step.
+        late = {i: y - means[i].astype(jnp.float32) for i, y in exact.items()}
+        lost = {i: left + late[i] for i, left in lost.items()}
+        if parts.owned:
+            # A worker's residual of its own part is free for it.
+            left = layouts.join([late[i] for i in parts.owned])
+            lost |= parts.from_rows(rest.at[wire.axis_index(axis_name)].set(count * left))
         means = {i: jnp.where(ok, means[i].astype(rows[i].dtype), 0) for i in rows}
         return means, {i: lost[i][None] for i in residual}, ok
 
