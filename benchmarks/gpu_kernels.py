@@ -211,7 +211,7 @@ class Inputs:
                 lambda q: quantize.dequantize(q, qsgd, size),
                 (quantize.quantize(x, qsgd, None),),
             ),
-            "pack": Kernel(packed, lambda levels: packing.pack(levels, qsgd.bits), (levels,)),
+            "pack": Kernel(packed, lambda levels: packing.pack(levels, qsgd.bits, size), (levels,)),
             "group_top_k": Kernel(4 * size + 8 * count, of_chunks, (x,)),
             "2-bit entries": Kernel((8 + 14 / 8) * count, encode, (chunks,)),
             "2-bit entries, back": Kernel(

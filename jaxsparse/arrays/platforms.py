@@ -25,6 +25,7 @@ platform_dependent = lax.platform_dependent
 _TILE = 2**20
 _ROWS = 8
 _LANES = 16
+_LONG = 2**14  # elements, from which on storing a vector is worth the time to compile it
 _LANES_OF_TPU = 128  # of a vector register, to which XLA pads the last axis of an array
 # Bits that a pass of the search for a k-th largest finds on a GPU. More bits mean fewer passes, but
 # each pass counts for 2**bits - 1 trials.
@@ -44,14 +45,18 @@ _sum = functools.partial(jnp.sum, dtype=jnp.uint32)
 
 
 def by_platform(
-    *operands: Array, default: Callable[..., Result], gpu: Callable[..., Result]
+    *operands: Array,
+    default: Callable[..., Result],
+    gpu: Callable[..., Result],
+    tpu: Callable[..., Result] | None = None,
 ) -> Result:
-    """`gpu(*operands)` on NVIDIA's and AMD's GPUs, `default(*operands)` elsewhere.
+    """`gpu(*operands)` on NVIDIA's and AMD's GPUs, `default(*operands)` elsewhere, or `tpu`.
 
-    Both are traced, and one is compiled. They must return the same bits, unless the caller tells
-    its own callers otherwise. Tests compare the two on CPU.
+    All are traced, and one is compiled. They must return the same bits, unless the caller tells
+    its own callers otherwise. Tests compare them on CPU.
     """
-    return platform_dependent(*operands, default=default, cuda=gpu, rocm=gpu)
+    tpu = default if tpu is None else tpu
+    return platform_dependent(*operands, default=default, cuda=gpu, rocm=gpu, tpu=tpu)
 
 
 def kept_flat(x: Array, shape: tuple[int, ...]) -> Array:
@@ -90,7 +95,12 @@ def stored(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
     XLA's CPU backend fuses a short array into a long one that repeats it, and a padded one into all
     that reads it, and takes barriers out before. It stores what a loop carries.
     """
-    return by_platform(x, default=_written, gpu=lambda x: x)
+    return by_platform(x, default=_written, gpu=lambda x: x, tpu=lambda x: x)
+
+
+def stored_if_long(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    """`stored`, if the vector is worth the time to compile it."""
+    return stored(x) if x.size >= _LONG else x
 
 
 def _written(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:

@@ -17,8 +17,6 @@ from jaxsparse.arrays.bits import (
     field_words,
     float_bits,
     from_float_bits,
-    pack_fields,
-    unpack_fields,
 )
 from jaxsparse.arrays.magnitude import LARGEST, SMALLEST, largest_magnitude, within
 from jaxsparse.quantize import means
@@ -27,7 +25,6 @@ from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
     QuantizedVector,
     check_group_size,
-    first_of,
     in_groups,
     repeated,
 )
@@ -169,13 +166,13 @@ class Format:
             assert limit is not None
             # Clipped as integers, because what a NaN becomes depends on the backend.
             integers = jnp.round(self._relative(x, scales)).astype(jnp.int32)
-            packed = pack(jnp.clip(integers, -limit, limit), bits)
+            fields = jnp.clip(integers, -limit, limit)
         elif self.name == "e3m0":
-            packed = pack_fields(_powers(self._relative(x, scales)), bits)
+            fields = _powers(self._relative(x, scales))
         else:
             values = x if not self.scale_bits else self._relative(x, scales)
-            packed = pack_fields(float_bits(within(values, self._dtype), self._dtype), bits)
-        return QuantizedVector(first_of(packed, field_words(size, bits)), scales)
+            fields = float_bits(within(values, self._dtype), self._dtype)
+        return QuantizedVector(pack(fields, bits, size), scales)
 
     def dequantize(self, quantized: QuantizedVector, size: int) -> Float[Array, " size"]:
         words, bits = quantized.words, int(self.bits)
@@ -183,12 +180,13 @@ class Format:
             codes = unpack_digits(words, means.BASES[self.name], size)
             levels = quantized.scales.reshape(self.scales_per_group, -1)
             return means.decoded(codes, levels, self.name, self.group_size)
+        fields = unpack(words, bits, size)
         if self._is_integer:
-            values = unpack(words, bits, size).astype(jnp.float32)
+            values = fields.astype(jnp.float32)
+        elif self.name == "e3m0":
+            values = _from_powers(lax.bitcast_convert_type(fields, jnp.uint32))
         else:
-            fields = unpack_fields(words, bits, size)
-            is_powers = self.name == "e3m0"
-            values = _from_powers(fields) if is_powers else from_float_bits(fields, self._dtype)
+            values = from_float_bits(lax.bitcast_convert_type(fields, jnp.uint32), self._dtype)
         return self._scaled(values, quantized.scales) if self.scale_bits else values
 
     def _scales_of(self, x: Float[Array, " d"]) -> Float[Array, " groups"]:
@@ -246,7 +244,7 @@ def _powers(x: Float[Array, " d"]) -> UInt32[Array, " d"]:
 
 
 def _from_powers(fields: UInt32[Array, " d"]) -> Float[Array, " d"]:
-    code, sign = fields & jnp.uint32(7), fields >> jnp.uint32(3)
+    code, sign = fields & jnp.uint32(7), fields >> jnp.uint32(31)  # the sign was repeated
     power = (code + jnp.uint32(126)) << jnp.uint32(23)
     bits = jnp.where(code == 0, jnp.uint32(0), power) | sign << jnp.uint32(31)
     return lax.bitcast_convert_type(bits, jnp.float32)

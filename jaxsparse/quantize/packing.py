@@ -2,51 +2,68 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, UInt8, UInt32
 
-from jaxsparse.arrays.bits import field_words, pack_fields
-from jaxsparse.arrays.settings import check_size, static_int
+from jaxsparse.arrays.bits import field_words
+from jaxsparse.arrays.platforms import by_platform, stored_if_long
 
 _WORD = 32
 _MANY, _LANES = 1024, 16  # numbers of words; see `digit_words`
 _DIGITS = {2: 32, 3: 20, 4: 16}  # digits in a word, by their base: 3**20 < 2**32
 
 
-@functools.partial(jax.jit, static_argnames="bits")
-def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
-    """Packs small integers of 2, 4 or 8 bits in two's complement, modulo 2**bits.
+def pack(fields: Int[Array, " n"], bits: int, size: int) -> UInt32[Array, " words"]:
+    """Packs the first `size` integers, modulo 2**bits. Field j of word w is element j * words + w.
 
-    The first takes the lowest bits of a word. Zeros fill the last word.
+    The first field takes the lowest bits. Neighbours are in neighbouring words, as in
+    `arrays.bits.pack_bits`: of an array with a word's fields in its rows, XLA:TPU would fill each
+    row up to 128. Zeros fill what is left.
 
-    >>> [hex(word) for word in pack(jnp.array([1, -1, 7]), 4).tolist()]
+    Args:
+        fields: integers, at least `size` of them. Others must be 0.
+        bits: of a field: 2, 4, 8 or 16.
+        size: the number of fields.
+
+    >>> [hex(word) for word in pack(jnp.array([1, -1, 7]), 4, 3).tolist()]
     ['0x7f1']
     """
-    check_bits(bits)
-    if levels.ndim != 1 or not jnp.issubdtype(levels.dtype, jnp.integer):
-        raise ValueError(
-            f"levels have shape {levels.shape} and dtype {levels.dtype}: pack takes a vector of "
-            "int32; pass levels.ravel().astype(jnp.int32)"
-        )
-    return pack_fields(levels.astype(jnp.uint32) & jnp.uint32(2**bits - 1), bits)
+    count, words = _WORD // bits, field_words(size, bits)
+    dtype = jnp.uint8 if bits <= 8 else jnp.uint16
+    small = (fields & jnp.asarray(2**bits - 1, fields.dtype)).astype(dtype)
+    # Else XLA's CPU backend would compute each field where it is packed, from its position, which
+    # takes six times as long.
+    small = stored_if_long(small).astype(jnp.uint32)
+    small = jnp.pad(small, (0, max(0, count * words - small.size)))
+    planes = (small[j * words : (j + 1) * words] << jnp.uint32(j * bits) for j in range(count))
+    return functools.reduce(jnp.bitwise_or, planes)
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "size"))
 def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, " size"]:
-    """The `size` integers that `pack` packed."""
-    check_bits(bits)
-    check_size("size", size)
+    """The `size` integers that `pack` packed, in two's complement."""
+    count, dtype = _WORD // bits, jnp.uint8 if bits <= 8 else jnp.uint16
     if words.shape != (field_words(size, bits),) or words.dtype != jnp.uint32:
         raise ValueError(
             f"words have shape {words.shape} and dtype {words.dtype}, but size={size} with "
             f"bits={bits} takes {field_words(size, bits)} words of uint32: pass the result of pack"
         )
+
+    # A loop, because XLA's CPU backend takes twice as long for all planes at once. Others copy what
+    # a loop carries.
+    def in_turn(words: Array) -> Array:
+        def step(j: Array, found: Array) -> Array:
+            plane = (words >> (j * bits).astype(jnp.uint32)).astype(dtype)
+            return lax.dynamic_update_slice_in_dim(found, plane, j * words.size, axis=0)
+
+        start = jnp.zeros_like(words, dtype, (count * words.size,))
+        return lax.fori_loop(jnp.int32(0), jnp.int32(count), step, start).astype(jnp.uint32)
+
+    at_once = lambda words: jnp.concatenate([words >> jnp.uint32(j * bits) for j in range(count)])
+    fields = by_platform(words, default=in_turn, gpu=at_once, tpu=at_once)[:size]
     # The field goes to the top of the word; shifting it back as int32 repeats its sign.
-    top = words[:, None] << (jnp.uint32(_WORD - bits) - _shifts(bits))
-    fields = lax.bitcast_convert_type(top, jnp.int32) >> jnp.int32(_WORD - bits)
-    return fields.reshape(-1)[:size]
+    top = jnp.uint32(_WORD - bits)
+    return lax.bitcast_convert_type(fields << top, jnp.int32) >> jnp.int32(_WORD - bits)
 
 
 def digit_words(size: int, base: int) -> int:
@@ -121,13 +138,3 @@ def _fraction_of_trits(number: UInt32[Array, " words"]) -> UInt32[Array, " words
     as_float = lambda part: part.astype(jnp.int32).astype(jnp.float32)
     rest = as_float(high) * (more * 2**16 - whole) + as_float(low) * more
     return number + high * jnp.uint32(whole) + (rest + 1.116).astype(jnp.int32).astype(jnp.uint32)
-
-
-def _shifts(bits: int) -> UInt32[Array, "1 fields"]:
-    return jnp.arange(0, _WORD, bits, dtype=jnp.uint32)[None]
-
-
-def check_bits(bits: int) -> None:
-    """Raises ValueError unless bits is 2, 4 or 8."""
-    if static_int("bits", bits) not in (2, 4, 8):
-        raise ValueError(f"bits={bits} is not supported: use 2, 4 or 8")

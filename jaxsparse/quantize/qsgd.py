@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int, Key
 from jaxsparse.arrays.bits import field_words
 from jaxsparse.arrays.hashing import keyed
 from jaxsparse.arrays.magnitude import LARGEST, SMALLEST, largest_magnitude, norms, shares_of
-from jaxsparse.quantize.packing import check_bits, pack, unpack
+from jaxsparse.arrays.settings import static_int
+from jaxsparse.quantize.packing import pack, unpack
 from jaxsparse.quantize.quantizer import (
     QuantizedVector,
     check_group_size,
-    first_of,
     in_groups,
     repeated,
 )
@@ -47,7 +47,8 @@ class QSGD:
     takes_key: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_bits(self.bits)
+        if static_int("bits", self.bits) not in (2, 4, 8):
+            raise ValueError(f"bits={self.bits} is not supported: use 2, 4 or 8")
         check_group_size(self.group_size)
         if self.scale not in ("max", "l2"):
             raise ValueError(f"scale={self.scale!r} is unknown: use 'max' or 'l2'")
@@ -154,10 +155,8 @@ class QSGD:
             up = (random >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < position - level
             level += up.astype(jnp.float32)
         level = jnp.minimum(level, self.levels).astype(jnp.int32)
-        packed = pack(jnp.where(x < 0, -level, level), self.bits)
-        return QuantizedVector(
-            first_of(packed, field_words(size, self.bits)), jnp.where(empty, 0, scales)
-        )
+        packed = pack(jnp.where(x < 0, -level, level), self.bits, size)
+        return QuantizedVector(packed, jnp.where(empty, 0, scales))
 
     def dequantize(self, quantized: QuantizedVector, size: int) -> Float[Array, " size"]:
         levels = unpack(quantized.words, self.bits, size).astype(jnp.float32)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, Shaped, UInt32
 
 from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields
-from jaxsparse.arrays.platforms import stored
+from jaxsparse.arrays.platforms import stored, stored_if_long
 from jaxsparse.arrays.settings import check_size, static_int
 
 
@@ -141,7 +141,7 @@ def to_message(quantized: QuantizedVector, spec: Quantizer) -> UInt32[Array, " w
         return quantized.words
     scales = lax.bitcast_convert_type(quantized.scales, jnp.uint32)
     scales = pack_fields(scales >> jnp.uint32(SCALE_SHIFTS[spec.scale_bits]), spec.scale_bits)
-    return jnp.concatenate([_kept(quantized.words), scales])
+    return jnp.concatenate([stored_if_long(quantized.words), scales])
 
 
 def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> QuantizedVector:
@@ -172,10 +172,6 @@ def check_group_size(group_size: int) -> None:
         raise ValueError(f"group_size={group_size} must be at least 1")
 
 
-# From so many elements on, storing a vector is worth the time to compile it.
-_LONG = 2**14
-
-
 def sent_size(size: int, spec: Quantizer) -> int:
     """How many values to send for `size` values: whole groups, if they are at most a 64th more.
 
@@ -187,21 +183,17 @@ def sent_size(size: int, spec: Quantizer) -> int:
 
 
 def padded(x: Float[Array, " d"], size: int) -> Float[Array, " size"]:
-    """The vector with zeros behind it, up to `size`. See `_kept`."""
-    return x if x.size == size else _kept(jnp.pad(x, (0, size - x.size)))
+    """The vector with zeros behind it, up to `size`.
+
+    It is stored if it is long, as in `first_of`. Then it is no part of the loops that make or read
+    it, and XLA's CPU backend vectorises these.
+    """
+    return x if x.size == size else stored_if_long(jnp.pad(x, (0, size - x.size)))
 
 
 def first_of(x: Shaped[Array, " n"], size: int) -> Shaped[Array, " size"]:
-    """The first `size` elements. See `_kept`."""
-    return x if x.size == size else _kept(x)[:size]
-
-
-def _kept(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    """A vector whose end was filled, or is to be cut: stored if it is long.
-
-    It is then no part of the loops that read or make it, and XLA's CPU backend vectorises these.
-    """
-    return stored(x) if x.size >= _LONG else x
+    """The first `size` elements. See `padded`."""
+    return x if x.size == size else stored_if_long(x)[:size]
 
 
 def in_groups(x: Float[Array, " d"], group_size: int) -> Float[Array, "groups values"]:
