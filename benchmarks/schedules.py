@@ -41,15 +41,15 @@ registers_per_block_limit: 65536 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 }
 device_description_str: "NVIDIA H100 80GB HBM3\""""
 COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|async")
-PRODUCT = re.compile(r"convolution|dot|gemm|cublas")
+PRODUCT = re.compile(r"= .*? (dot|convolution)\(|calls=%\S*gemm|call_target=\S*(gemm|cublas|conv)")
 STEPS: dict[str, Callable[[], optax.GradientTransformation] | None] = {
     "plain jit": None,
     "dense": jaxsparse.dense,
-    "int8": lambda: jaxsparse.quantized("int8", bucket_size=SIZE),
-    "top_k": lambda: jaxsparse.top_k(0.01, bucket_size=SIZE),
-    "sketched_sgd": lambda: jaxsparse.sketched_sgd(10, bucket_size=SIZE),
-    "spardl": lambda: jaxsparse.spardl(0.01, bucket_size=SIZE),
-    "int8, one bucket": lambda: jaxsparse.quantized("int8"),
+    "int8": lambda: jaxsparse.quantized("int8"),
+    "top_k": lambda: jaxsparse.top_k(0.01),
+    "sketched_sgd": lambda: jaxsparse.sketched_sgd(10),
+    "spardl": lambda: jaxsparse.spardl(0.01),
+    "int8, one bucket": lambda: jaxsparse.quantized("int8", bucket_size=LAYERS * SIZE),
     "int8, delay=1": lambda: jaxsparse.quantized("int8", delay=1),
     "spardl, delay=1": lambda: jaxsparse.spardl(0.01, delay=1),
 }
@@ -103,7 +103,7 @@ def schedule(text: str) -> str:
             continue
         if COLLECTIVE.search(op[1]):
             found += "[" if op[1].endswith("-start") else "]" if op[1].endswith("-done") else "c"
-        elif PRODUCT.search(op[1]) or re.search(r"convolution|gemm|cublas", line):
+        elif PRODUCT.search(line):
             found += "D"
     return found
 

@@ -91,7 +91,7 @@ def test_more_elements_than_an_int32_counts(name):
     if name == "dense" or has_whole_leaves:
         return  # no index counts elements
     with pytest.raises(ValueError, match=rf"{size}.*bucket_size"):
-        traced(transformation(name, size), HUGE)
+        traced(transformation(name, size, bucket_size=size), HUGE)
 
 
 TINY = (

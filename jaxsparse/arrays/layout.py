@@ -210,6 +210,9 @@ def _size(pieces: Sequence[_Piece]) -> int:
     return sum(stop - start for _, start, stop in pieces)
 
 
+LONG_BUCKET = 2**30  # elements of a bucket that nothing else bounds
+
+
 def layout_of(
     tree: Any,
     *,
@@ -238,6 +241,15 @@ def layout_of(
     """
     groups = [None if dense else 0 for dense in picked(tree, is_dense)]
     return plan_groups(tree, groups, bucket_size=bucket_size, alignment={0: alignment})
+
+
+def usual_bucket_size(size: int) -> int:
+    """The most elements of a bucket where none are given, of `size` elements of a device.
+
+    A bucket of 2**22 is a layer of a model of ordinary size. More than eight hide hardly more, and
+    each one has to be compiled. A vector has at most 2**31 - 1 elements.
+    """
+    return min(max(2**22, -(-size // 8)), LONG_BUCKET)
 
 
 def picked(tree: Any, rule: IsDense) -> list[bool]:

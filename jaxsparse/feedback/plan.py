@@ -132,7 +132,7 @@ def _plan_for(
     Args:
         tree: arrays, or their shapes and dtypes, as one device has them.
         given: a reducer or None for each leaf, of the whole tree.
-        bucket_size: see `layout_of`.
+        bucket_size: see `layout_of`. None: `usual_bucket_size`, and no leaf is cut.
         devices: the number of a worker's devices, each with buckets of the same sizes. They share
             settings that are totals for the tree, as buckets do.
         dense_elements: the number of uncompressed elements of all these devices. None: those of
@@ -143,12 +143,20 @@ def _plan_for(
     """
     groups = dict.fromkeys(r for r in given if r is not None)
     shape = {r: (r.alignment, r.whole_leaves) for r in groups}
+    uncut = {r for r, (_, whole) in shape.items() if whole}
+    if bucket_size is None:
+        shapes = map(jnp.shape, jax.tree.leaves(tree))
+        compressed = [math.prod(s) for s, r in zip(shapes, given, strict=True) if r is not None]
+        bucket_size = layouts.usual_bucket_size(sum(compressed))
+        # A part of a leaf would hide no earlier, and take a copy.
+        if max(compressed, default=0) <= layouts.LONG_BUCKET:
+            uncut = set(groups)
     layout = layouts.plan_groups(
         tree,
         given,
         bucket_size=bucket_size,
         alignment={r: alignment for r, (alignment, _) in shape.items()},
-        whole_leaves={r for r, (_, whole) in shape.items() if whole},
+        whole_leaves=uncut,
     )
     sizes, all_dense = layout.bucket_sizes, layout.dense_size
     of_group = [[i for i, own in enumerate(layout.groups) if own == group] for group in groups]

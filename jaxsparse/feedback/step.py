@@ -128,8 +128,9 @@ def _exchange_each(
         b, bucket = before[i], plan.buckets[i]
         x = b.residual if gradients is None else gradients[i]
         if mean is not None:
-            x, mean = _after(x, mean, axes)
-            found[i + 1] = mean, *found[i + 1][1:]
+            # Else XLA may start all buckets at once, or combine their messages, and need the memory
+            # that splitting saves. The barrier keeps the products of gradients out of it.
+            x = behind(jax.lax.optimization_barrier(x), [mean])
         begun = b._replace(residual=x)
         if gradients is not None:
             begun = begin(x, b, bucket, settings)
@@ -331,24 +332,6 @@ def exchange_dense(
     if axes.inner:
         (ok,) = axes.none_of(~ok)
     return ok, mean
-
-
-def _after(x: Pieces, mean: Pieces, axes: Axes) -> tuple[Pieces, Pieces]:
-    """Returns `x`, which then depends on `mean`, and `mean`.
-
-    Without the barrier XLA may start all buckets at once, or combine their messages, and need the
-    memory that splitting saves. The mean is an output, too, because XLA drops unused operands. For
-    CPUs see `behind`, by which XLA:GPU would put nothing beside the backward pass.
-    """
-    x, after = jax.lax.optimization_barrier((x, mean))
-    x = jax.lax.platform_dependent(
-        x, after, cpu=lambda x, mean: behind(x, [mean]), default=lambda x, mean: x
-    )
-    for axis in axes.all:
-        if wire.tracks_replication(axis) and not wire.is_varying(mean[0], axis):
-            # A barrier types all as the most varying.
-            after = tuple(wire.replicated(piece, axis) for piece in after)
-    return x, after
 
 
 def where_ok(ok: Array | bool, new: Any, old: Any) -> Any:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse.arrays.layout import named_shapes
+from jaxsparse.arrays.layout import LONG_BUCKET, named_shapes
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import is_stand_in, on_plain_arrays, warn_of_copies, without_variables
 from jaxsparse.comm.meshes import Placement
@@ -80,13 +80,18 @@ class Exchange(optax.GradientTransformationExtraArgs):
     def of_parts(self, whole: Any) -> "Exchange":
         """The same for parts of a tree, whose leaves may be some rows of those of the whole.
 
-        Raises ValueError if it does not fit the whole.
+        A part is exchanged between steps, where there is nothing to hide behind: in one bucket, if
+        no `bucket_size` is given. Raises ValueError if it does not fit the whole.
         """
         paths = named_shapes(without_variables(whole))
         reducers = dict(zip(paths, reducers_of(whole, self.settings)))
         of_path = lambda path, shape: reducers[path]
-        own = dataclasses.replace(self.settings, reducer=None, policy=of_path, is_dense=None)
-        return Exchange.of(own)
+        size = self.settings.bucket_size or LONG_BUCKET
+        return Exchange.of(
+            dataclasses.replace(
+                self.settings, reducer=None, policy=of_path, is_dense=None, bucket_size=size
+            )
+        )
 
     def __repr__(self) -> str:
         return f"Exchange({self.reducer or 'by leaf'})"
@@ -316,10 +321,12 @@ def exchange(reducer: Reducer, **options: Unpack[Options]) -> Exchange:
             is that of any skipped step. None or "zero": it is zero, so that nothing behind breaks.
         accumulator_dtype: dtype of the residual and momentum of compressed leaves between steps.
             None: float32. "bfloat16" halves their memory and rounds them at random.
-        bucket_size: largest number of elements of a bucket. None: one bucket. Several buckets are
-            exchanged one after the other, the last layers' first, while the backward pass goes on
-            (on GPUs: `benchmarks/schedules.py`). They take less memory, and share the budget in
-            proportion to their sizes.
+        bucket_size: largest number of elements of a bucket. Buckets are exchanged one after the
+            other, the last layers' first, while the backward pass goes on (on GPUs:
+            `benchmarks/schedules.py`). They take less memory, and share the budget in proportion to
+            their sizes. None: 2**22, or an eighth of the compressed elements of a device, if that
+            is more, and buckets of whole leaves, of which one may be larger. `LocalSteps` and
+            islands, which exchange between steps, then use one bucket.
         mesh: mesh of the workers, where neither arrays and their types nor `jax.set_mesh` tell it.
         workers: number of workers to simulate on one device, without a mesh.
         specs: partitions of the parameters over the other axes of the mesh, for where parameters do

@@ -29,8 +29,7 @@ MEMORY_BANDWIDTH = 2.856e12
 # What takes more than this share of the hours is not worth the change. Among recipes that take this
 # many times the hours of the fastest, the cost decides.
 _MUCH_FASTER, _ABOUT_AS_FAST = 0.9, 1.05
-# Indices are int32, so longer vectors travel in buckets.
-_LONGEST, _BUCKET, _MOST = 2**31 - 1, 2**30, 2**44
+_MOST = 2**44
 # An island's requests besides messages, one after the other: two looks for a decision with a list
 # between them, one more look or the decision, and a look whether the others are ahead. It looks
 # each `poll` seconds.
@@ -52,20 +51,30 @@ class Moved(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def moved_by(
-    exchange: str, size: int, dense_size: int, workers: int, *, islands: bool = False
+    exchange: str,
+    size: int,
+    dense_size: int,
+    workers: int,
+    *,
+    at_once: bool = False,
+    islands: bool = False,
 ) -> Moved:
     """What one exchange (a key of `EXCHANGES`) moves.
 
-    `size` elements may be compressed, `dense_size` ones travel dense. An island sends a message,
-    which the store must have before others read it, and reads those of the others, one after the
-    other.
+    `size` elements may be compressed, `dense_size` ones travel dense. In buckets, unless it is
+    `at_once`, between steps. An island sends a message, which the store must have before others
+    read it, and reads those of the others, one after the other.
     """
-    count = 1 if size <= _LONGEST else -(-size // _BUCKET)
+    is_cut = exchange != "dense" and not (at_once or islands)
+    count = max(1, -(-size // (layout.usual_bucket_size(size) if is_cut else layout.LONG_BUCKET)))
     shapes = {"w": (1, -(-size // count)), "b": (-(-dense_size // count),)}
     tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     options = {name: value for name, (_, value) in island_options(exchange).items()}
     options["axis_name"] = "data"
-    tx = EXCHANGES[exchange].transformation(**options if islands else {})
+    options = options if islands else {}
+    if exchange != "dense":
+        options["bucket_size"] = layout.LONG_BUCKET
+    tx = EXCHANGES[exchange].transformation(**options)
     # Of two islands, one receives a message of the other.
     waits, received = Moved.counted(traced_bytes(tx, tree, 2 if islands else workers))
     if islands:
@@ -173,7 +182,10 @@ def plan(
     others = (workers - 1) / workers
 
     def forecast(recipe: Recipe, islands: bool, share: float = 1.0) -> Forecast:
-        moved = moved_by(recipe.exchange, size, dense_size, workers, islands=islands)
+        at_once = recipe.what != "gradients"
+        moved = moved_by(
+            recipe.exchange, size, dense_size, workers, at_once=at_once, islands=islands
+        )
         received, overlap = share * moved.received, 0
         passed = 8 * EXCHANGES[recipe.exchange].passes * (size + dense_size)
         seconds = link.seconds(moved.messages, received) + passed / memory_bandwidth
@@ -202,7 +214,6 @@ def plan(
     best = min(near, key=lambda f: f.cost.nats, default=None)
     program = ""
     if best is not None:
-        options = {"bucket_size": str(_BUCKET)} if size > _LONGEST and not islands else {}
         every, island = best.recipe.every, None
         if islands:
             sending = link.seconds(1, best.received * every / (workers - 1))
@@ -213,7 +224,7 @@ def plan(
                 # Of two, one goes on alone. Of more, one waits for another.
                 "quorum": 2 if workers > 2 else 1,
             }
-        program = best.recipe.written(optimizer, steps, island, **options)
+        program = best.recipe.written(optimizer, steps, island)
         answer = (
             f"{dense.hours / best.hours:.3g} times as fast. It cost {best.cost} above dense "
             f"{optimizer}, of at most {nats:g}, on {MEASURED}: no prediction for yours."

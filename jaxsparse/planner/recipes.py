@@ -174,9 +174,8 @@ class Recipe(NamedTuple):
         optimizer: str,
         steps: int,
         island: Mapping[str, Any] | None = None,
-        **options: str,
     ) -> str:
-        """The recipe as a program, for a run of so many steps, with options of the exchange.
+        """The recipe as a program, for a run of so many steps.
 
         With `island`, settings of `jaxsparse.islands.Islands`, it is the program of an island.
         """
@@ -187,8 +186,8 @@ class Recipe(NamedTuple):
             outer = f"{NESTEROV[0]}, {NESTEROV[1]}, nesterov=True"
         if first := self.warm * steps // 100:
             every = f"jaxsparse.Stages((1, {self.every}), ({first},))"
-        if island is not None:
-            options |= {name: text for name, (text, _) in island_options(self.exchange).items()}
+        given = {} if island is None else island_options(self.exchange)
+        options = {name: text for name, (text, _) in given.items()}
         return template.format(
             inner=_INNER[optimizer],
             exchange=EXCHANGES[self.exchange].written(**options),
