@@ -777,6 +777,9 @@ def _check_step(program, gradients, update, before, after):
         bound = 4 * (ROUNDING * of_mean + FLUSHED)
         _check_delivered(program, packed, now.momentum, bound, update)
     _check_sums(program, x, added, entering + of_mean, mean, now.residual)
+    if skipped and not program.delay and not program.reducer.conserves:
+        error = np.abs(now.residual - x)
+        assert np.all(error <= 4 * (ROUNDING * entering + FLUSHED)), "more waits than was to send"
     # Sketches, signs, products and transforms. Add each new system that uses one of these.
     mixes = program.name in ("s2_reducer", "sign_sgd", "powersgd", "demo")
     mixes |= program.settings.get("format") in ("sign", "int2")  # zero counts as positive

@@ -89,6 +89,11 @@ SETTINGS = {
         lambda: jax.jit(lambda: sketched(momentum=ONE).init(PARAMS))(),
         r"momentum=1.0 must lie in \[0, 1\)",
     ),
+    "momentum as text": (
+        lambda: sketched(momentum="0.9"),
+        r"momentum='0.9' is no real number: give one in \[0, 1\), or None",
+    ),
+    "complex momentum": (lambda: sketched(momentum=1j), "momentum=1j is no real number"),
     "momentum by a schedule": (
         lambda: sketched(momentum=optax.constant_schedule(0.9)),
         r"momentum=<function .* must be a number in \[0, 1\) or None. .*optax.inject_hyperparams",
@@ -96,6 +101,14 @@ SETTINGS = {
     "a mask of leaves": (
         lambda: jaxsparse.top_k(0.1, is_dense={"w": False, "b": True}),
         r"is_dense=\{'w': False, 'b': True\} must be a function of a leaf's key path and shape",
+    ),
+    "a rule of leaves without their shapes": (
+        lambda: jaxsparse.top_k(0.1, is_dense=lambda path: True),
+        r"is_dense=<function .* must be a function of path and shape: write is_dense=lambda path, ",
+    ),
+    "an axis without a name": (
+        lambda: jaxsparse.top_k(0.1, axis_name="", workers=2).init(PARAMS),
+        r"axis_name='' is not supported: give one axis name",
     ),
     "a mask of leaves that own moments": (
         lambda: jaxsparse.zero1(optax.sgd(0.1), is_dense=[True]),

@@ -235,6 +235,25 @@ def test_a_sum_that_overflows_is_never_applied(method, momentum):
         assert np.all(np.isfinite(leaf))
 
 
+LOSSY = {
+    "qsgd": lambda: jaxsparse.qsgd(2, scale="l2"),
+    "s2_reducer": lambda: jaxsparse.s2_reducer(0.5, block_size=32),
+    "spardl": lambda: jaxsparse.spardl(0.05, residuals="local"),
+}
+
+
+@pytest.mark.parametrize("name", some(LOSSY, ["qsgd"]))
+def test_what_waits_of_skipped_steps_does_not_grow(name):
+    """What such a reducer delivers is not what its residual lacks: it takes back what it had."""
+    params = {"w": jnp.zeros((40, 30))}
+    rows = np.random.default_rng(0).normal(size=(3, 40, 30)).astype(np.float32)
+    rows[1, 2, 3] = np.nan
+    _, (_, state) = train(LOSSY[name](), params, 3, [{"w": jnp.asarray(rows)}] * 4)
+    waits = 4 * np.where(np.isfinite(rows), rows, 0)
+    np.testing.assert_allclose(np.asarray(state.residual["w"].value), waits, rtol=1e-6)
+    assert int(np.asarray(state.skipped).max()) == 4
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_large_uncompressed_leaves_travel_alone(monkeypatch, broken):
     """Small ones travel with the next. What is not finite on one worker skips the step on all."""

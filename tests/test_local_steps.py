@@ -1103,6 +1103,12 @@ def test_a_state_that_was_taken_is_told():
     np.testing.assert_array_equal(kept, [0, 0])
 
 
+def test_the_end_of_a_run_that_never_began():
+    train = LocalSteps(lambda s, b: ((s[0] - b.mean(),), ()), *diloco(), 2)
+    with pytest.raises(ValueError, match="state is a tuple: give the LocalState that init"):
+        train.finish((jnp.zeros(2),))
+
+
 def test_wrong_weights():
     fine = lambda s, b: ((s[0] - b.mean(),), ())
     make = lambda weight: LocalSteps(fine, *diloco(), 2, weight=weight)

@@ -89,6 +89,7 @@ def test_what_is_no_count_skips_the_step():
             updates, state = tx.update(mean, tx.init(params), params)
             assert not updates.any()
             assert int(state.skipped) == 1
+    assert np.isnan(jaxsparse.mean_of(jnp.ones(3), jnp.full(3, 3e38))).all()  # their sum is none
 
 
 def in_local_steps():
@@ -156,3 +157,4 @@ def test_shares_of_any_number(way):
         np.testing.assert_allclose(found, np.float32(shares)[:, None] * ones, rtol=1e-6)
     for wrong in (-1, np.nan, np.inf):
         assert np.isnan(scale(ones, jnp.float32([wrong, 3, 3]))["x"]).any()
+    assert np.isnan(scale(ones, jnp.full(3, 2e38, jnp.float32))["x"]).all()

@@ -295,3 +295,20 @@ def test_there_is_a_weight_for_each_message():
     given = (words[None], posted, own, state)
     with pytest.raises(ValueError, match=r"weights have shape \(2,\), but there are 1 messages"):
         receives(*given, weights=jnp.ones(2))
+
+
+def test_weights_that_give_no_mean_skip_the_step():
+    tx = jaxsparse.chunked_top_k(2, 64, axis_name=None)
+    own = jax.tree.map(lambda x: x[0], drawn(USUAL, 2)[0])
+    state = tx.init(own)
+    posts, receives = jitted(tx)
+    words, posted = posts(own, state)
+    _, counted = receives(jnp.stack([words] * 2), posted, own, state, weights=jnp.float32([0, 4]))
+    assert int(counted.skipped) == 0
+    for weights in ([2e38, 2e38], [-1, 2], [0, 0], [np.nan, 1]):
+        given = jnp.stack([words] * 2), posted, own, state
+        updates, after = receives(*given, weights=jnp.float32(weights))
+        assert int(after.skipped) == 1
+        assert not any(x.any() for x in jax.tree.leaves(updates))
+        for name, left in after.residual.items():
+            np.testing.assert_array_equal(left.value[0], own[name])

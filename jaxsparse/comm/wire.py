@@ -27,7 +27,7 @@ def axis_size(axis_name: str | None) -> int:
     """
     if axis_name is None:
         return 1
-    if not isinstance(axis_name, str):
+    if not isinstance(axis_name, str) or not axis_name:
         raise ValueError(
             f"axis_name={axis_name!r} is not supported: give one axis name as a string, that of "
             "the workers. Other axes of the mesh need no naming"
@@ -53,7 +53,8 @@ def is_bound(axis_name: str | None) -> bool:
     try:
         axis_size(axis_name)
     except ValueError:
-        if not isinstance(axis_name, str) or jax.sharding.get_abstract_mesh().manual_axes:
+        is_name = isinstance(axis_name, str) and axis_name != ""
+        if not is_name or jax.sharding.get_abstract_mesh().manual_axes:
             raise
         return False
     return True

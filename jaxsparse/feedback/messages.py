@@ -23,7 +23,6 @@ from jaxsparse.feedback.step import (
     finish,
     in_range,
     total,
-    where_ok,
     with_mean_momentum,
 )
 from jaxsparse.reducers.base import Gathered, Info, Kept, Sums, deliver
@@ -152,8 +151,12 @@ def receive_step(
     """The second half of `run_step`."""
     first, rest = _cut(messages, 1 + dense.size)
     first = from_bits(first, jnp.float32)
-    shares = None if weights is None else weights / jnp.sum(weights)
-    if shares is not None:  # of the dense leaves, whose mean is taken below
+    shares, is_mean = None, jnp.bool_(True)
+    if weights is not None:
+        whole = jnp.sum(weights)
+        is_mean = jnp.all(weights >= 0) & (whole > 0) & jnp.isfinite(whole)
+        shares = weights / whole
+        # Of the dense leaves, whose mean is taken below.
         first = first.at[:, 1:].multiply(shares[:, None] * len(messages))
     # Added up as in a collective: over an axis, here that of the messages.
     ok, dense_mean = jax.vmap(
@@ -161,6 +164,7 @@ def receive_step(
         axis_name=_AXIS,
         out_axes=None,
     )(first)
+    ok &= is_mean
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
@@ -178,12 +182,12 @@ def receive_step(
                 owed = in_range(vector / settings.decay)
             reduced = reduced._replace(kept=Kept(owed, None, reduced.kept.state))
         mean, now = finish(own.begun, vector, reduced, bucket)
+        # A mean by weights is no sum of equal shares.
+        is_equal = shares is None and reducer.conserves
         kept = now.residual
-        mean, now = delivered(mean, now, ok)
+        mean, now = delivered(mean, now, None if is_equal else own.begun.residual, ok)
         if not counts:
             now = now._replace(residual=kept)
-        elif shares is not None:  # the mean is no sum of equal shares: it takes back what it sent
-            now = now._replace(residual=where_ok(ok, kept, own.begun.residual))
         if bucket.needs_zeros:
             mean, momentum = with_mean_momentum(mean, now.momentum, ok, settings)
             now = now._replace(momentum=momentum)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from jaxsparse.arrays.layout import IsDense, small_or_vector
-from jaxsparse.arrays.settings import static_float, static_int
+from jaxsparse.arrays.settings import check_function, static_float, static_int
 from jaxsparse.reducers.base import Reducer
 
 # A function of a leaf's key path, as `jax.tree_util.keystr` prints it, and of its shape. It gives
@@ -159,6 +159,8 @@ def leaves_rule(is_dense: Any) -> IsDense:
             f"is_dense={is_dense!r} must be a function of a leaf's key path and shape, as in "
             "lambda path, shape: 'bias' in path, or None"
         )
+    if is_dense is not None:
+        check_function("is_dense", is_dense, "path", "shape")
     return small_or_vector if is_dense is None else is_dense
 
 
@@ -171,10 +173,16 @@ def check_momentum(momentum: Any) -> None:
             f"momentum={momentum!r} must be a number in [0, 1) or None. A schedule changes it "
             "under optax.inject_hyperparams, around this function"
         )
-    if jnp.ndim(momentum) != 0:
+    try:
+        dtype, shape = jnp.result_type(momentum), jnp.shape(momentum)
+    except TypeError:
+        dtype, shape = None, ()
+    if dtype is None or not any(jnp.issubdtype(dtype, t) for t in (jnp.floating, jnp.integer)):
+        raise ValueError(f"momentum={momentum!r} is no real number: give one in [0, 1), or None")
+    if shape:
         raise ValueError(
-            f"momentum has shape {jnp.shape(momentum)}: pass a scalar in [0, 1), the same for all "
-            "leaves that this exchange takes"
+            f"momentum has shape {shape}: pass a scalar in [0, 1), the same for all leaves that "
+            "this exchange takes"
         )
     if not isinstance(momentum, jax.core.Tracer) and not 0 <= float(momentum) < 1:
         raise ValueError(f"momentum={momentum} must lie in [0, 1); use None for no momentum")

@@ -71,7 +71,7 @@ def run_step(
     """
     buckets, pending = before.buckets, None
     if settings.is_delayed:
-        means, after, infos, _ = _exchange_each(None, buckets, plan, settings, axes)
+        means, after, infos, *_ = _exchange_each(None, buckets, plan, settings, axes)
         dense_mean = _pending_mean(behind(before.pending, means), dense, axes)
         begun = zip(gradients, after, plan.buckets)
         after = [begin(gradient, b, bucket, settings) for gradient, b, bucket in begun]
@@ -80,7 +80,7 @@ def run_step(
         pending = where_ok(ok, dense, jnp.zeros_like(dense))
         ok &= dense_ok
     else:
-        means, after, infos, flags = _exchange_each(gradients, buckets, plan, settings, axes)
+        means, after, infos, sent, flags = _exchange_each(gradients, buckets, plan, settings, axes)
         sizes = plan.layout.dense_sizes
         if gradients:
             finite = functools.reduce(jnp.logical_and, flags)
@@ -92,7 +92,7 @@ def run_step(
             if axes.inner:
                 (dense_ok,) = axes.none_of(~dense_ok)
         ok = dense_ok
-        kept = [delivered(*each, ok) for each in zip(means, after)]
+        kept = [delivered(*each, ok) for each in zip(means, after, sent)]
         means, after = [mean for mean, _ in kept], [bucket for _, bucket in kept]
     counts = jnp.bool_(True) if settings.is_delayed else ok
     for i, bucket in enumerate(plan.buckets):
@@ -112,16 +112,16 @@ def _exchange_each(
     plan: TreePlan,
     settings: Settings,
     axes: Axes,
-) -> tuple[list[Pieces], list[Bucket], list[Info], list[Array]]:
+) -> tuple[list[Pieces], list[Bucket], list[Info], list[Pieces | None], list[Array]]:
     """Exchanges each bucket's residual, plus its gradient unless `gradients` is None.
 
     The last layers' gradients exist first, so the last bucket is the first one.
 
     Returns:
-        The means of the buckets, their new states, the counts of each exchange, and flags that
-        gradients are finite.
+        The means of the buckets, their new states, the counts of each exchange, what the worker had
+        to send where a reducer does not conserve it, and flags that gradients are finite.
     """
-    found: dict[int, tuple[Pieces, Bucket, Info]] = {}
+    found: dict[int, tuple[Pieces, Bucket, Info, Pieces | None]] = {}
     flags = list[Array]()
     mean: Pieces | None = None
     for i in reversed(range(len(before))):
@@ -141,9 +141,11 @@ def _exchange_each(
         vector = join(begun.residual)
         reduced = bucket.reducer(vector, b.reducer_state, axis_name=axes.axis_name)
         mean, own = finish(begun, vector, reduced, bucket)
-        found[i] = mean, own, reduced.info
+        sent = None if bucket.reducer.conserves else begun.residual
+        found[i] = mean, own, reduced.info, sent
     each = [found[i] for i in range(len(before))]
-    return [x for x, _, _ in each], [x for _, x, _ in each], [x for _, _, x in each], flags
+    means, after, infos = [x for x, *_ in each], [x for _, x, *_ in each], [x for *_, x, _ in each]
+    return means, after, infos, [x for *_, x in each], flags
 
 
 def begin(gradient: Pieces, before: Bucket, plan: BucketPlan, settings: Settings) -> Bucket:
@@ -196,13 +198,18 @@ def finish(
     return means, Bucket(left, momentum, after)
 
 
-def delivered(mean: Pieces, bucket: Bucket, ok: Bool[Array, ""]) -> tuple[Pieces, Bucket]:
+def delivered(
+    mean: Pieces, bucket: Bucket, begun: Pieces | None, ok: Bool[Array, ""]
+) -> tuple[Pieces, Bucket]:
     """The mean that a step delivers, and the state after it. If not `ok`, zero: it is taken back.
 
-    Each worker takes back the mean, which is a W-th of what all delivered.
+    Each worker takes back the mean, which is a W-th of what all delivered. But what a reducer
+    decodes that does not conserve sums has errors that are in no residual. Fed back, they would
+    grow from one skipped step to the next. There the worker keeps `begun`, what it had to send.
     """
-    back = lambda left, mean: jnp.where(ok, left, in_range(left + mean))
-    residual = jax.tree.map(back, bucket.residual, mean)
+    if begun is None:
+        begun = jax.tree.map(lambda left, mean: in_range(left + mean), bucket.residual, mean)
+    residual = where_ok(ok, bucket.residual, begun)
     mean = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), mean)
     return mean, bucket._replace(residual=residual)
 

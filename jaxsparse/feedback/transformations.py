@@ -149,9 +149,10 @@ class Exchange(optax.GradientTransformationExtraArgs):
                 part is lost: compress all leaves (`is_dense=lambda *_: False`) where that matters.
                 With `decay=0` all of it is lost.
                 A gradient that is not finite is left out.
-            weights: float32[workers], above 0: the mean is sum(weights * vectors) / sum(weights).
-                None: all count alike. Residuals stay as they are: each worker's own, without its
-                weight.
+            weights: float32[workers], of at least 0: the mean is
+                sum(weights * vectors) / sum(weights). None: all count alike. Residuals stay as they
+                are: each worker's own, without its weight. A negative one, or a sum that is 0 or
+                not finite, skips the step.
 
         Raises:
             ValueError: messages of another size or dtype.
@@ -268,12 +269,13 @@ def exchange(reducer: Reducer, **options: Unpack[Options]) -> Exchange:
     `optax.masked` never averages the leaves that it leaves out, so that replicas diverge.
 
     If a gradient is not finite on any worker, or an uncompressed mean overflows, all workers skip
-    the step: the update is zero, and `skipped` rises. Nothing of compressed leaves is lost. What
-    was finite of their gradients waits in the residuals (with momentum, as in any step), and what
-    was delivered is taken back, an equal share on each worker. Values that are finite but absurd
-    (1e30) are delivered: clip them in `jaxsparse.per_worker`. Later transformations in the chain
-    still see the zero update: schedules and Adam's moments advance.
-    With when_skipped="nan" they see NaN, on all workers alike.
+    the step: the update is zero, and `skipped` rises. Nothing of compressed leaves is lost, but
+    what `decay` takes. What was finite of their gradients waits in the residuals (with momentum,
+    which is masked as in any step), and what was delivered is taken back: an equal share on each
+    worker, or what it had to send if the reducer does not conserve sums. Values that are finite but
+    absurd (1e30) are delivered: clip them in `jaxsparse.per_worker`. Later transformations in the
+    chain still see the zero update: schedules and Adam's moments advance. With when_skipped="nan"
+    they see NaN, on all workers alike.
     Sums with residual or momentum are clipped to float32, because an overflow would stay for ever.
 
     **Inner axes.** On a mesh with axes for FSDP or tensor parallelism, each device exchanges its

@@ -395,6 +395,11 @@ class LocalSteps:
 
         ValueError: `given` is no int, or another number than that of the steps.
         """
+        if not isinstance(state, LocalState):
+            raise ValueError(
+                f"state is a {type(state).__name__}: give the LocalState that init, or the call "
+                "before, returned"
+            )
         is_number = isinstance(given, numbers.Integral | None) and type(given) is not bool
         if isinstance(state.steps, jax.core.Tracer) or not is_number:
             raise ValueError(

@@ -438,12 +438,12 @@ def weighted(moved: Any, weight: Array, axis_name: str) -> Any:
     """A worker's displacement, scaled so that the mean over workers is that by weights.
 
     It is 0 where the weight is 0, and everywhere if all weights are 0. It is NaN where a weight is
-    negative or NaN, so that the exchange skips the step.
+    negative or NaN, or if their sum is infinite, so that the exchange skips the step.
     """
     own = weight.astype(jnp.result_type(float))
     mean = wire.psum(wire.varying(own, axis_name), axis_name) / wire.axis_size(axis_name)
     share = jnp.where(own > 0, own / jnp.where(mean > 0, mean, 1), 0)
-    share = jnp.where(own >= 0, share, jnp.nan)
+    share = jnp.where((own >= 0) & jnp.isfinite(mean), share, jnp.nan)
     # A displacement that does not count may be infinite.
     return jax.tree.map(lambda x: jnp.where(share == 0, 0, x * share.astype(x.dtype)), moved)
 

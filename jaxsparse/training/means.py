@@ -37,8 +37,8 @@ def mean_of(sums: Any, count: Any) -> Any:
 
     Returns:
         The tree in its shapes. Floats keep their dtypes, and other numbers become float32. All of
-        it is 0 if no worker has items. All of it is NaN if a count is negative, infinite or NaN, so
-        that the exchange skips the step.
+        it is 0 if no worker has items. All of it is NaN if a count is negative or NaN, or their sum
+        infinite, so that the exchange skips the step.
 
     Raises:
         ValueError: `count` or an array has no such rows, or `count` is a float of 16 bits.
@@ -65,8 +65,8 @@ def mean_of(sums: Any, count: Any) -> Any:
         )
     check_counts("count", dtype)
     wide = count.astype(jnp.result_type(float))
-    is_count = jnp.all((wide >= 0) & jnp.isfinite(wide))
-    mean = jnp.where(is_count, wide.mean(), jnp.nan)
+    mean = wide.mean()
+    mean = jnp.where(jnp.all(wide >= 0) & jnp.isfinite(mean), mean, jnp.nan)
 
     def divided(path: Any, x: Any) -> jax.Array:
         x = jnp.asarray(x)
