@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, UInt8, UInt32
@@ -14,6 +15,7 @@ _MANY, _LANES = 1024, 16  # numbers of words; see `digit_words`
 _DIGITS = {2: 32, 3: 20, 4: 16}  # digits in a word, by their base: 3**20 < 2**32
 
 
+@functools.partial(jax.jit, static_argnames=("bits", "size"))
 def pack(fields: Int[Array, " n"], bits: int, size: int) -> UInt32[Array, " words"]:
     """Packs the first `size` integers, modulo 2**bits. Field j of word w is element j * words + w.
 
@@ -40,6 +42,7 @@ def pack(fields: Int[Array, " n"], bits: int, size: int) -> UInt32[Array, " word
     return functools.reduce(jnp.bitwise_or, planes)
 
 
+@functools.partial(jax.jit, static_argnames=("bits", "size"))
 def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, " size"]:
     """The `size` integers that `pack` packed, in two's complement."""
     count, dtype = _WORD // bits, jnp.uint8 if bits <= 8 else jnp.uint16
