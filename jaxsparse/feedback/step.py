@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse.arrays.layout import Pieces, cut, join
 from jaxsparse.arrays.magnitude import LARGEST
+from jaxsparse.arrays.platforms import by_platform
 from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.options import Settings
@@ -377,6 +378,11 @@ def all_finite_in(tree: Any) -> Bool[Array, ""]:
 
 
 def _all_finite(x: Float[Array, "..."]) -> Array:
+    at_once = lambda x: jnp.all(jnp.isfinite(x))  # a vector in rows has another layout on a TPU
+    return by_platform(x, default=_all_finite_in_rows, gpu=at_once, tpu=at_once)
+
+
+def _all_finite_in_rows(x: Float[Array, "..."]) -> Array:
     # A sum would be shorter. But XLA's CPU backend hands sums to a library, and stores their
     # summands, gradients with momentum, for it. The barrier keeps XLA from storing a flag for each
     # element.
