@@ -1113,18 +1113,53 @@ def test_bodies_that_return_constants(checked):
         check(found, forms.right("elementwise", 4))
 
 
-def test_a_branch_with_a_mean_of_workers_does_not_wait():
-    """Workers that take another branch do not come to it, on a mesh of workers alone."""
-    where = mesh_of((8,))
-    centered = lambda h: h - lax.pmean(h.mean(0, keepdims=True), "data")
+def gradients_of_the_sum(loss, workers):
+    """Each worker's gradient, by plain JAX, of the sum of losses of workers that communicate."""
+    x = forms.inputs(workers).reshape(workers, -1, 8)
+    own = jax.tree.map(lambda p: jnp.broadcast_to(p, (workers, *p.shape)), forms.W)
+    return jax.grad(lambda w: jax.vmap(loss, axis_name="data")(w, x).sum())(own)
+
+
+def centred(h):
+    return h - lax.pmean(h.mean(0, keepdims=True), "data")
+
+
+AGREED = {
+    "own": lambda h: h.sum(),
+    "rank": lambda h: lax.axis_index("data"),
+    "agreed": lambda h: lax.pmean(h.sum(), "data") + 9,
+}
+FORKS = {
+    "cond": lambda f: lambda by, h: lax.cond(by > 0, f, lambda h: 2 * h, h),
+    "where": lambda f: lambda by, h: jnp.where(by > 0, f(h), 2 * h),
+    "scan": lambda f: lambda by, h: lax.scan(
+        jax.checkpoint(lambda h, _: (lax.cond(by > 0, f, jnp.sin, h), None)), h, None, length=2
+    )[0],
+    "while": lambda f: lambda by, h: h * lax.stop_gradient(
+        lax.while_loop(lambda c: c[0] < by, lambda c: (c[0] + 10, f(c[1])), (0 * by - 9, h))[1]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fork", some(FORKS, ["cond"]))
+@pytest.mark.parametrize("by", AGREED)
+@pytest.mark.parametrize("shape", some([(4, 2), (8,), None], [(8,)]), ids=str)
+def test_a_branch_with_a_mean_of_workers(fork, by, shape):
+    """Workers that take another branch are given no cotangents of it, where jax.vmap runs both."""
+    where, workers = (mesh_of(shape), shape[0]) if shape else (None, 3)
+    given = put(where, workers) if shape else (forms.W, forms.inputs(workers))
 
     def loss(w, x):
         h = x @ w["a"]
-        return jnp.mean(lax.cond(h.sum() > 0, centered, lambda h: h, h) ** 2)
+        return jnp.mean(FORKS[fork](centred)(AGREED[by](h), h) ** 2)
 
-    plain = jax.vmap(jax.value_and_grad(loss), (None, 0), axis_name="data")
-    right = plain(forms.W, forms.inputs(8).reshape(8, -1, 8))
-    check(jax.jit(jaxsparse.value_and_grad(loss, mesh=where))(*put(where, 8)), right)
+    run = lambda: jaxsparse.grad(loss, mesh=where, workers=None if shape else workers)(*given)
+    if by != "agreed" and fork != "where":
+        words = r"(cond|while) at .*losses.py:\d+.* over the workers' axis 'data'.* Use jnp.where"
+        with pytest.raises(ValueError, match=words):
+            run()
+        return
+    check(run(), gradients_of_the_sum(loss, workers))
 
 
 def test_a_body_that_casts_its_weights_is_told():

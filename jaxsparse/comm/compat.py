@@ -68,6 +68,8 @@ OPCODES = {
     "pbroadcast": "collective-broadcast",
     "reduce_scatter": "reduce-scatter",
 }
+# Of these, what gives each worker something else.
+MOVING = {"ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter"}
 # Primitives that name a mesh axis and move nothing along it. The first cast to varying.
 CASTS = {"pvary", "pcast"}
 SILENT = {*CASTS, "axis_index", "claim_replicated", "enter_worker", "leave_worker"}
@@ -83,6 +85,8 @@ CALLS = {
     "custom_vmap_call",
     "shard_map",
 }
+# Primitives whose program is a device's own, in another language.
+KERNELS = {"pallas_call"}
 
 
 def shared_store() -> Any:
