@@ -260,9 +260,9 @@ def on_workers(
         program = trace(flat, types)
         tree = trees[-1]  # others follow, of more rows
         check(program.jaxpr)
-        if count > 1 and has_own_branches:
-            named_axes.check_branches(program.jaxpr, is_split, axis_name)
         if count > 1:  # else nothing is cut
+            is_own = is_split if has_own_branches else of_batch
+            named_axes.check_branches(program.jaxpr, is_own, axis_name)
             again = functools.partial(trace, flat)
             named_axes.check_named(program.jaxpr, of_batch, axis_name, count, types, again)
         return program, tree
