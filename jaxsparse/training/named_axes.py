@@ -70,6 +70,8 @@ def check_named(
         trace: traces the function with other types.
     """
     calls = {mark.params["call"] for mark in _marks(program)}
+    if not calls:
+        return
     for equation, _ in compat.scoped(program):
         if equation.primitive.name == "custom_vmap_call" and any(
             call.is_named or _use(call, axis_name) == _RANK
@@ -484,8 +486,8 @@ class _Ranks(Reading[int]):
     """Finds what picks by the worker's number, and what workers would not all take part in.
 
     Attributes:
-        picked: what takes a part of an array by the number, or runs a branch, a loop or a kernel
-            by it, in bodies whose specs do not name the axis: the body's number, by the id.
+        picked: what takes a part of an array by the number, or selects, or runs a branch, a loop
+            or a kernel by it, in bodies whose specs do not name the axis: the body's number, by the id.
         alone: branches and loops that communicate, where workers may differ in what they take.
         is_used: whether the number is used at all, but for keys of random numbers.
     """
@@ -535,6 +537,8 @@ class _Ranks(Reading[int]):
         elif name.startswith(_INDEXING):
             first = 2 if name == "dynamic_update_slice" else 1
             self._picks(equation, self.join(inputs[first : None if name[0] == "d" else 2]))
+        elif name == "select_n":
+            self._picks(equation, inputs[0])
         elif name in compat.KERNELS | OTHERS:
             of_kernel = [e for inner in compat.inner_programs(params) for e in compat.scoped(inner)]
             if any(self._axis_name in compat.axes_of(e.params) for e, _ in of_kernel):
