@@ -298,6 +298,10 @@ def test_sums_by_hand_in_other_derivatives(kind, shape):
     of = lambda f: lambda w, x: jnp.mean((x @ f(w["a"])) ** 2)
     with pytest.raises(ValueError, match=r" at .*losses.py:\d+.* communicates .* axis 'data'"):
         jaxsparse.grad(of(kind(mean_of)), mesh=where)(*put(where, workers))
+    same = jax.custom_jvp(lambda a: a)  # its rule has no operation but the sum
+    same.defjvp(lambda x, t: (x[0], mean_of(t[0])))
+    with pytest.raises(ValueError, match="custom derivative of what is called at"):
+        jaxsparse.grad(of(same), mesh=where)(*put(where, workers))
     own = jax.vmap(jax.grad(of(jnp.sin if kind is not solves else lambda a: a / 2)), (None, 0))
     right = own(forms.W, forms.inputs(workers).reshape(workers, -1, 8))
     check(jaxsparse.grad(of(kind(lambda g: g)), mesh=where)(*put(where, workers)), right)
@@ -388,7 +392,13 @@ def test_a_function_that_communicates_has_a_derivative_that_does():
     centred.defvjp(lambda h: (centred(h), None), back)
     spec = P("data")
     split = jax.shard_map(centred, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
-    for f in (centred, split):
+    plain = lambda h: h - lax.pmean(h.mean(0, keepdims=True), "data")
+    by_tangents, around = jax.custom_jvp(plain), by_hand(lambda g: g)
+    by_tangents.defjvp(lambda x, t: jax.jvp(plain, x, t))
+    around.defvjp(
+        lambda h: (by_tangents(h), h), lambda h, g: jax.vjp(jax.checkpoint(by_tangents), h)[1](g)
+    )
+    for f in (centred, split, by_tangents, around):
         of = lambda f: lambda w, x: jnp.mean(jnp.tanh(f(x @ w["a"])) ** 2)
         plain = jax.vmap(jax.grad(of(centred)), (None, 0), axis_name="data")
         found = jaxsparse.grad(of(f), mesh=where)(*put(where, 4))

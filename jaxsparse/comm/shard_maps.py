@@ -233,9 +233,6 @@ def _called(original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> 
     # No trace has a number of another one: JAX keeps programs of inner functions.
     number, own = next(_CALLS), object.__new__(type(f))
     vars(own).update(vars(f))
-    if isinstance(own, jax.custom_jvp):
-        own.jvp = jax.named_scope(f"{SCOPE}_tangent_{number}")(f.jvp)
-        return original(own, *args, **kwargs)
 
     def tagged(tree: Any, verb: str) -> Any:
         numbers = itertools.count()
@@ -243,19 +240,26 @@ def _called(original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> 
         tag = lambda x, i: _tag.bind(x, number=(number, i), verb=verb) if is_array(x) else x
         return jax.tree.map(lambda x: tag(x, next(numbers)), tree)
 
-    @functools.wraps(f.fwd)
-    def forward(*args: Any) -> Any:
-        with jax.named_scope(f"{SCOPE}_forward_{number}"):
-            made = f.fwd(*args)
-            is_pair = isinstance(made, tuple | list) and len(made) == 2  # or JAX tells
-            return (tagged(made[0], "makes"), made[1]) if is_pair else made
+    def first_tagged(rule: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        @functools.wraps(rule)
+        def run(*args: Any) -> Any:
+            with jax.named_scope(f"{SCOPE}_{kind}_{number}"):
+                made = rule(*args)
+                is_pair = isinstance(made, tuple | list) and len(made) == 2  # or JAX tells
+                return (tagged(made[0], "makes"), made[1]) if is_pair else made
+
+        return run
+
+    if isinstance(own, jax.custom_jvp):
+        own.jvp = first_tagged(f.jvp, "tangent")
+        return original(own, *args, **kwargs)
 
     @functools.wraps(f.bwd)
     def backward(*args: Any) -> Any:
         with jax.named_scope(f"{SCOPE}_backward_{number}"):
             return f.bwd(*args[:-1], tagged(args[-1], "takes"))
 
-    own.fwd, own.bwd = forward, backward
+    own.fwd, own.bwd = first_tagged(f.fwd, "forward"), backward
     return original(own, *args, **kwargs)
 
 

@@ -487,7 +487,8 @@ class _Ranks(Reading[int]):
 
     Attributes:
         picked: what takes a part of an array by the number, or selects, or runs a branch, a loop
-            or a kernel by it, in bodies whose specs do not name the axis: the body's number, by the id.
+            or a kernel by it, in bodies whose specs do not name the axis. By the id, it is the
+            body's number.
         alone: branches and loops that communicate, where workers may differ in what they take.
         is_used: whether the number is used at all, but for keys of random numbers.
     """
@@ -631,13 +632,13 @@ def check_branches(program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> No
         )
 
 
-_RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward)_(\d+)")
-_TANGENT = re.compile(shard_maps.SCOPE + r"_(tangent)_(\d+)")
+_RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward|tangent)_(\d+)")
 
 
 def _is_own(scopes: str) -> bool:
     """Whether code is to be judged: a backward pass takes again what was, but for rules in it."""
-    return "transpose(jvp(" not in scopes or bool(_RULE.findall(scopes))
+    is_rule = any(kind != "tangent" for kind, _ in _RULE.findall(scopes))
+    return is_rule or "transpose(jvp(" not in scopes
 
 
 def check_sums(program: Jaxpr, axis_name: str) -> None:
@@ -649,6 +650,8 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
     """
     forward, backward = dict[str, Any](), dict[str, Any]()  # what communicates, by call
     derived = set[str]()
+    # Of a rule of tangents, the derivative is what was transposed once more than the rest of it.
+    tangents, least = dict[str, dict[int, Any]](), dict[str, int]()
     for equation, scopes in compat.scoped(program):
         name = equation.primitive.name
         over = lambda program: program and shard_maps.communicates(program.jaxpr, axis_name)
@@ -666,12 +669,21 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
                 f"{fix}"
             )
         is_over = axis_name in compat.axes_of(equation.params)
-        for kind, call in [*_RULE.findall(scopes), *_TANGENT.findall(scopes)]:
+        transposed = scopes.count("transpose(")
+        for kind, call in _RULE.findall(scopes):
+            found = {"forward": forward, "backward": backward}.get(kind)
             if kind == "backward":
                 derived.add(call)
+            if kind == "tangent":
+                least[call] = min(transposed, least.get(call, transposed))
             if is_over and name in compat.OPCODES:
-                is_back = kind == "backward" or (kind == "tangent" and "transpose(" in scopes)
-                (backward if is_back else forward).setdefault(call, equation)
+                if found is None:
+                    tangents.setdefault(call, {}).setdefault(transposed, equation)
+                else:
+                    found.setdefault(call, equation)
+    for call, by_depth in tangents.items():
+        if (first := min(by_depth)) > least[call]:
+            backward[call] = by_depth[first]
     for call, equation in forward.items():
         if call in derived - backward.keys():
             raise ValueError(
