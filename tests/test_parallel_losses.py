@@ -294,6 +294,8 @@ def by_jvp(back):
 @pytest.mark.parametrize("shape", some([(4, 2), (8,)], [(4, 2)]), ids=str)
 @pytest.mark.parametrize("kind", [solves, roots, by_jvp])
 def test_sums_by_hand_in_other_derivatives(kind, shape):
+    if kind is roots and jax.__version_info__ >= (0, 12):
+        pytest.skip("JAX writes this derivative without jax.custom_jvp")
     where, workers = mesh_of(shape), shape[0]
     of = lambda f: lambda w, x: jnp.mean((x @ f(w["a"])) ** 2)
     with pytest.raises(ValueError, match=r" at .*losses.py:\d+.* communicates .* axis 'data'"):
@@ -392,9 +394,9 @@ def test_a_function_that_communicates_has_a_derivative_that_does():
     centred.defvjp(lambda h: (centred(h), None), back)
     spec = P("data")
     split = jax.shard_map(centred, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
-    plain = lambda h: h - lax.pmean(h.mean(0, keepdims=True), "data")
-    by_tangents, around = jax.custom_jvp(plain), by_hand(lambda g: g)
-    by_tangents.defjvp(lambda x, t: jax.jvp(plain, x, t))
+    off = lambda h: h - lax.pmean(h.mean(0, keepdims=True), "data")
+    by_tangents, around = jax.custom_jvp(off), by_hand(lambda g: g)
+    by_tangents.defjvp(lambda x, t: jax.jvp(off, x, t))
     around.defvjp(
         lambda h: (by_tangents(h), h), lambda h, g: jax.vjp(jax.checkpoint(by_tangents), h)[1](g)
     )
