@@ -944,6 +944,10 @@ NOT_PICKED = {  # what a worker's own number is for
     "key from a table": lambda h, a: h * jax.random.uniform(
         jax.random.split(jax.random.key(3), 4)[rank_of()], h.shape
     ),
+    "one that prints": lambda h, a: (
+        lax.cond(rank_of() == 0, lambda: jax.debug.callback(len, h), lambda: None),
+        h,
+    )[1],
     "rows by a key": lambda h, a: h[jax.random.permutation(own_key(), len(h))[:2]],
     "statistic": lambda h, a: h * lax.dynamic_index_in_dim(h.mean(0), rank_of())[None],
 }  # fmt: skip

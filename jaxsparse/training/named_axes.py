@@ -517,7 +517,8 @@ class _Ranks(Reading[int]):
 
     def _picks(self, equation: Any, by: int) -> None:
         whole = _WHOLE.findall(self.scopes)
-        if by == _RANKED and whole and shard_maps.CUT not in self.scopes:
+        is_used = by == _RANKED and bool(equation.outvars)  # and one worker alone may print
+        if is_used and whole and shard_maps.CUT not in self.scopes:
             self.picked[id(equation)] = int(whole[-1])
 
     def operation(self, equation: Any, inputs: list[int]) -> list[int]:
