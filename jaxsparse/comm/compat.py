@@ -239,7 +239,7 @@ def place_and_call(equation: Any) -> str:
     frames = frames_of(equation)
     at = next((i for i, frame in enumerate(frames) if not frame.startswith(_OPTAX)), 0)
     inside = [frame for frame in frames[:at] if ".update_fn" in frame] or frames[:at]
-    return f"{inside[0]}, called at {frames[at]}" if inside else frames[0]
+    return f"{inside[0]}, called at {frames[at]}" if inside else frames[0] or "unknown place"
 
 
 def place() -> str:
