@@ -18,6 +18,7 @@ import optax
 import pytest
 from forms import FORMS, Way
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import some
 
@@ -271,6 +272,90 @@ def test_a_linear_call_that_communicates_is_refused():
         jaxsparse.grad(lambda w, x: jnp.sum(x @ f(w["a"])), mesh=where)(*put(where, 4))
 
 
+mean_of = lambda g: lax.psum(g, "data") / 4
+solves = lambda back: (
+    lambda a: lax.custom_linear_solve(
+        lambda y: 2 * y, a, lambda _, b: b / 2, lambda _, g: back(g) / 2
+    )
+)
+roots = lambda back: (
+    lambda a: lax.custom_root(
+        lambda y: y - jnp.sin(a), a, lambda _, y: jnp.sin(a), lambda _, g: back(g)
+    )
+)
+
+
+def by_jvp(back):
+    f = jax.custom_jvp(jnp.sin)
+    f.defjvp(lambda x, t: (f(*x), back(jnp.cos(x[0]) * t[0])))
+    return f
+
+
+@pytest.mark.parametrize("shape", some([(4, 2), (8,)], [(4, 2)]), ids=str)
+@pytest.mark.parametrize("kind", [solves, roots, by_jvp])
+def test_sums_by_hand_in_other_derivatives(kind, shape):
+    if kind is roots and jax.__version_info__ >= (0, 12):
+        pytest.skip("JAX writes this derivative without jax.custom_jvp")
+    where, workers = mesh_of(shape), shape[0]
+    of = lambda f: lambda w, x: jnp.mean((x @ f(w["a"])) ** 2)
+    with pytest.raises(ValueError, match=r" at .*losses.py:\d+.* communicates .* axis 'data'"):
+        jaxsparse.grad(of(kind(mean_of)), mesh=where)(*put(where, workers))
+    same = jax.custom_jvp(lambda a: a)  # its rule has no operation but the sum
+    same.defjvp(lambda x, t: (x[0], mean_of(t[0])))
+    with pytest.raises(ValueError, match="custom derivative of what is called at"):
+        jaxsparse.grad(of(same), mesh=where)(*put(where, workers))
+    own = jax.vmap(jax.grad(of(jnp.sin if kind is not solves else lambda a: a / 2)), (None, 0))
+    right = own(forms.W, forms.inputs(workers).reshape(workers, -1, 8))
+    check(jaxsparse.grad(of(kind(lambda g: g)), mesh=where)(*put(where, workers)), right)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_parallel_programs_in_a_solve(checked):
+    """A solve of an operator that is cut, or constrained, or sums over workers."""
+    where = mesh_of((4, 2))
+    split = jax.shard_map(
+        lambda y: 3 * y, mesh=where, in_specs=P(None, "tp"), out_specs=P(None, "tp"),
+        check_vma=checked,
+    )  # fmt: skip
+    kept = lambda y: lax.with_sharding_constraint(3 * y, NamedSharding(where, P("data", "tp")))
+    mean = lambda y: 3 * y + lax.pmean(y, "data")
+    for apply, plain in ((split, lambda y: 3 * y), (kept, lambda y: 3 * y), (mean, mean)):
+
+        def loss(w, x, f=apply):
+            h = jax.scipy.sparse.linalg.cg(f, x @ w["a"], maxiter=2)[0]
+            return jnp.mean((h @ w["b"] - x) ** 2)
+
+        found = jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+        right = jax.vmap(jax.grad(loss), (None, 0, None), axis_name="data")
+        check(
+            found, right(forms.W, forms.inputs(4).reshape(4, -1, 8), jax.tree_util.Partial(plain))
+        )
+
+
+@pytest.mark.parametrize("shape", some([(4, 2), (8,), None], [(4, 2)]), ids=str)
+def test_a_kernel_that_knows_its_place_in_the_grid(shape):
+    where, workers = (mesh_of(shape), shape[0]) if shape else (None, 3)
+    given = put(where, workers) if shape else (forms.W, forms.inputs(workers))
+
+    def scaled(h, out):
+        out[...] = h[...] * jnp.float32(2 + pl.program_id(0))
+
+    def kernel(h):
+        block = pl.BlockSpec((1, h.shape[1]), lambda i: (i, 0))
+        made = jax.ShapeDtypeStruct(h.shape, h.dtype)
+        return pl.pallas_call(
+            scaled, grid=len(h), in_specs=[block], out_specs=block, out_shape=made, interpret=True
+        )(h)
+
+    f = jax.custom_vjp(kernel)
+    f.defvjp(lambda h: (kernel(h), None), lambda _, g: (kernel(g),))
+    of = lambda f: lambda w, x: jnp.mean((f(x @ w["a"]) @ w["b"] - x) ** 2)
+    found = jaxsparse.grad(of(f), mesh=where, workers=None if shape else workers)(*given)
+    by_row = lambda h: h * (2 + jnp.arange(len(h), dtype=jnp.float32))[:, None]
+    plain = jax.vmap(jax.grad(of(by_row)), (None, 0))
+    check(found, plain(forms.W, forms.inputs(workers).reshape(workers, -1, 8)))
+
+
 def test_sums_by_hand_beside_means_of_workers():
     """Called at one place, and handed over as they are, where no line tells one from the other."""
     where = mesh_of((4, 2))
@@ -309,7 +394,13 @@ def test_a_function_that_communicates_has_a_derivative_that_does():
     centred.defvjp(lambda h: (centred(h), None), back)
     spec = P("data")
     split = jax.shard_map(centred, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
-    for f in (centred, split):
+    off = lambda h: h - lax.pmean(h.mean(0, keepdims=True), "data")
+    by_tangents, around = jax.custom_jvp(off), by_hand(lambda g: g)
+    by_tangents.defjvp(lambda x, t: jax.jvp(off, x, t))
+    around.defvjp(
+        lambda h: (by_tangents(h), h), lambda h, g: jax.vjp(jax.checkpoint(by_tangents), h)[1](g)
+    )
+    for f in (centred, split, by_tangents, around):
         of = lambda f: lambda w, x: jnp.mean(jnp.tanh(f(x @ w["a"])) ** 2)
         plain = jax.vmap(jax.grad(of(centred)), (None, 0), axis_name="data")
         found = jaxsparse.grad(of(f), mesh=where)(*put(where, 4))
@@ -766,6 +857,122 @@ def test_rows_that_a_body_takes_past_its_specs():
     )
 
 
+def part(h, rank):
+    """A worker's part of rows, where it has all workers' rows."""
+    return lax.dynamic_slice_in_dim(h, rank * (len(h) // 4), len(h) // 4)
+
+
+def parts(h):
+    return [h[i::4] for i in range(4)]
+
+
+def pick_by_kernel(h, rank):
+    def pick(rank, h, out):
+        out[...] = h[pl.ds(rank[0], 1)]
+
+    shape = jax.ShapeDtypeStruct((1, h.shape[1]), h.dtype)
+    return pl.pallas_call(pick, out_shape=shape, interpret=True)(rank[None], lax.stop_gradient(h))
+
+
+def rule_of_vjp(h):
+    """Its backward rule alone knows the worker's number."""
+    f = jax.custom_vjp(lambda h: jnp.mean(jnp.sin(h)))
+
+    def back(h, g):
+        rank, size = lax.axis_index("data"), len(h) // 4
+        own = g * jnp.cos(part(h, rank)) / part(h, rank).size
+        return (lax.dynamic_update_slice_in_dim(h * 0, 4 * own, rank * size, 0),)
+
+    f.defvjp(lambda h: (f(h), h), back)
+    return f(h)
+
+
+def rule_of_jvp(h):
+    f = jax.custom_jvp(lambda h: jnp.mean(jnp.sin(h)))
+
+    @f.defjvp
+    def rule(primals, tangents):
+        own = lambda x: part(x[0], lax.axis_index("data"))
+        return f(*primals), jnp.mean(jnp.cos(own(primals)) * own(tangents))
+
+    return f(h)
+
+
+ranks = lambda: jnp.arange(4, dtype=jnp.int32)
+ring = [(i, (i + 1) % 4) for i in range(4)]
+rank_of = lambda: lax.axis_index("data")
+PICKED = {  # what picks some of a worker's rows by its number
+    "table": lambda h: part(h, jnp.int32([2, 0, 3, 1])[rank_of()]),
+    "switch": lambda h: lax.switch(rank_of(), [lambda i=i: parts(h)[i] for i in range(4)]),
+    "loop": lambda h: lax.stop_gradient(
+        lax.fori_loop(0, rank_of(), lambda _, h: jnp.roll(h, 1, 0), h)[:1]
+    ),
+    "psum_scatter": lambda h: part(h, lax.psum_scatter(ranks(), "data") // 4),
+    "all_to_all": lambda h: part(h, lax.all_to_all(ranks(), "data", 0, 0, tiled=True)[0]),
+    "ppermute": lambda h: part(h, lax.ppermute(jnp.int32(1), "data", ring[:1])),
+    "mask": lambda h: jnp.where((jnp.arange(len(h)) % 4 == rank_of())[:, None], h, 0),
+    "kernel": lambda h: pick_by_kernel(h, rank_of()),
+    "rule of vjp": rule_of_vjp,
+    "rule of jvp": rule_of_jvp,
+}
+
+
+@pytest.mark.parametrize("pick", some(PICKED, ["table", "rule of vjp"]))
+@pytest.mark.parametrize("mapped", [False, True])
+def test_rows_that_a_body_picks_by_its_number(pick, mapped):
+    """It has one worker's rows alone, whole, where it has all workers' under jax.jit."""
+    where = mesh_of((4, 2))
+    mean = lambda h: lax.pmean(jnp.mean(PICKED[pick](h)), "data")
+    split = jax.shard_map(mean, mesh=where, in_specs=P(), out_specs=P(), check_vma=False)
+    both = lambda h: jax.vmap(split, in_axes=2)(jnp.stack([h, jnp.sin(h)], 2)).sum()
+    loss = lambda w, x: (both if mapped else split)(x @ w["a"])
+    words = r"in the jax.shard_map at .*losses.py:\d+.*whose specs do not name the workers' axis"
+    with pytest.raises(ValueError, match=words):
+        jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+def own_key():
+    return jax.random.fold_in(jax.random.key(3), rank_of())
+
+
+NOT_PICKED = {  # what a worker's own number is for
+    "weights": lambda h, a: h * a[rank_of()][None],
+    "branch of weights": lambda h, a: h @ lax.switch(
+        rank_of(), [jnp.sin, jnp.cos, jnp.tanh, jnp.exp], a
+    ).T,
+    "dropout": lambda h, a: jnp.where(jax.random.bernoulli(own_key(), 0.5, h.shape), h, 0),
+    "key from a table": lambda h, a: h * jax.random.uniform(
+        jax.random.split(jax.random.key(3), 4)[rank_of()], h.shape
+    ),
+    "one that prints": lambda h, a: (
+        lax.cond(rank_of() == 0, lambda: jax.debug.callback(len, h), lambda: None),
+        h,
+    )[1],
+    "rows by a key": lambda h, a: h[jax.random.permutation(own_key(), len(h))[:2]],
+    "statistic": lambda h, a: h * lax.dynamic_index_in_dim(h.mean(0), rank_of())[None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", some(NOT_PICKED, ["weights"]))
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_a_body_may_do_by_its_number(body, mapped):
+    where = mesh_of((4, 2))
+    if mapped and body == "statistic":
+        pytest.skip("a statistic in a jax.vmap is not told from rows")
+
+    def loss(w, x, split=lambda f: f):
+        one = split(lambda h, a: jnp.mean(NOT_PICKED[body](h, a) ** 2))
+        h, a = jnp.tanh(x @ w["a"]), w["a"]
+        if mapped:
+            return jax.vmap(one, in_axes=(2, None))(jnp.stack([h, jnp.sin(h)], 2), a).sum()
+        return one(h, a)
+
+    split = lambda f: cut(f, where, (P(), P()), P())
+    found = jaxsparse.grad(lambda w, x: loss(w, x, split), mesh=where)(*put(where, 4))
+    plain = jax.vmap(jax.grad(loss), (None, 0), axis_name="data")
+    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+
+
 def test_a_batch_that_a_worker_draws_is_not_cut():
     """Nothing tells its rows from weights."""
     where = mesh_of((4, 2))
@@ -1113,18 +1320,53 @@ def test_bodies_that_return_constants(checked):
         check(found, forms.right("elementwise", 4))
 
 
-def test_a_branch_with_a_mean_of_workers_does_not_wait():
-    """Workers that take another branch do not come to it, on a mesh of workers alone."""
-    where = mesh_of((8,))
-    centered = lambda h: h - lax.pmean(h.mean(0, keepdims=True), "data")
+def gradients_of_the_sum(loss, workers):
+    """Each worker's gradient, by plain JAX, of the sum of losses of workers that communicate."""
+    x = forms.inputs(workers).reshape(workers, -1, 8)
+    own = jax.tree.map(lambda p: jnp.broadcast_to(p, (workers, *p.shape)), forms.W)
+    return jax.grad(lambda w: jax.vmap(loss, axis_name="data")(w, x).sum())(own)
+
+
+def centred(h):
+    return h - lax.pmean(h.mean(0, keepdims=True), "data")
+
+
+AGREED = {
+    "own": lambda h: h.sum(),
+    "rank": lambda h: lax.axis_index("data"),
+    "agreed": lambda h: lax.pmean(h.sum(), "data") + 9,
+}
+FORKS = {
+    "cond": lambda f: lambda by, h: lax.cond(by > 0, f, lambda h: 2 * h, h),
+    "where": lambda f: lambda by, h: jnp.where(by > 0, f(h), 2 * h),
+    "scan": lambda f: lambda by, h: lax.scan(
+        jax.checkpoint(lambda h, _: (lax.cond(by > 0, f, jnp.sin, h), None)), h, None, length=2
+    )[0],
+    "while": lambda f: lambda by, h: h * lax.stop_gradient(
+        lax.while_loop(lambda c: c[0] < by, lambda c: (c[0] + 10, f(c[1])), (0 * by - 9, h))[1]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fork", some(FORKS, ["cond"]))
+@pytest.mark.parametrize("by", AGREED)
+@pytest.mark.parametrize("shape", some([(4, 2), (8,), None], [(8,)]), ids=str)
+def test_a_branch_with_a_mean_of_workers(fork, by, shape):
+    """Workers that take another branch are given no cotangents of it, where jax.vmap runs both."""
+    where, workers = (mesh_of(shape), shape[0]) if shape else (None, 3)
+    given = put(where, workers) if shape else (forms.W, forms.inputs(workers))
 
     def loss(w, x):
         h = x @ w["a"]
-        return jnp.mean(lax.cond(h.sum() > 0, centered, lambda h: h, h) ** 2)
+        return jnp.mean(FORKS[fork](centred)(AGREED[by](h), h) ** 2)
 
-    plain = jax.vmap(jax.value_and_grad(loss), (None, 0), axis_name="data")
-    right = plain(forms.W, forms.inputs(8).reshape(8, -1, 8))
-    check(jax.jit(jaxsparse.value_and_grad(loss, mesh=where))(*put(where, 8)), right)
+    run = lambda: jaxsparse.grad(loss, mesh=where, workers=None if shape else workers)(*given)
+    if by != "agreed" and fork != "where":
+        words = r"(cond|while) at .*losses.py:\d+.* over the workers' axis 'data'.* Use jnp.where"
+        with pytest.raises(ValueError, match=words):
+            run()
+        return
+    check(run(), gradients_of_the_sum(loss, workers))
 
 
 def test_a_body_that_casts_its_weights_is_told():
@@ -1214,6 +1456,19 @@ def test_what_explicit_axes_refuse_is_told(write, infers):
             return
         with pytest.raises(ValueError, match=words):
             run()
+
+
+def test_an_array_over_which_a_loss_closes_on_explicit_axes_is_told():
+    """JAX's error of shardings is neither a TypeError nor a ValueError."""
+    where = mesh_of((4, 2), AxisType.Explicit)
+    scale = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(where, P(None, "tp")))
+    key = jax.device_put(jax.random.key(3), NamedSharding(where, P()))
+    drawn = lambda w, x: (
+        jnp.mean(x * jax.random.uniform(jax.random.fold_in(key, rank_of()))) * (w["b"].sum())
+    )
+    for loss in (drawn, lambda w, x: jnp.mean(x) * jnp.sum(w["a"] * scale)):
+        with pytest.raises(ValueError, match=r"losses.py:\d+ .* pass arrays over which it closes"):
+            jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
 
 @pytest.mark.parametrize("checked", [False, True])

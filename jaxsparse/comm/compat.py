@@ -68,6 +68,8 @@ OPCODES = {
     "pbroadcast": "collective-broadcast",
     "reduce_scatter": "reduce-scatter",
 }
+# Of these, what gives each worker something else.
+MOVING = {"ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter"}
 # Primitives that name a mesh axis and move nothing along it. The first cast to varying.
 CASTS = {"pvary", "pcast"}
 SILENT = {*CASTS, "axis_index", "claim_replicated", "enter_worker", "leave_worker"}
@@ -83,6 +85,8 @@ CALLS = {
     "custom_vmap_call",
     "shard_map",
 }
+# Primitives whose program is a device's own, in another language.
+KERNELS = {"pallas_call"}
 
 
 def shared_store() -> Any:
@@ -235,7 +239,7 @@ def place_and_call(equation: Any) -> str:
     frames = frames_of(equation)
     at = next((i for i, frame in enumerate(frames) if not frame.startswith(_OPTAX)), 0)
     inside = [frame for frame in frames[:at] if ".update_fn" in frame] or frames[:at]
-    return f"{inside[0]}, called at {frames[at]}" if inside else frames[0]
+    return f"{inside[0]}, called at {frames[at]}" if inside else frames[0] or "unknown place"
 
 
 def place() -> str:

@@ -53,6 +53,9 @@ class Reading(abc.ABC, Generic[T]):
         """What is known, behind a scan, of a value that it carried."""
         return value
 
+    def decided(self, equation: Any, by: T) -> None:
+        """Told what is known of what picks a branch, or ends a loop."""
+
     def read(self, equations: Iterable[Any], known: dict[Any, T]) -> dict[Any, T]:
         """What is known of variables, with those that equations make."""
         for equation in equations:
@@ -89,8 +92,10 @@ class Reading(abc.ABC, Generic[T]):
                 made = self._repeated(body, given, constants, len(given) - constants)
                 test = equation.params["cond_jaxpr"].jaxpr
                 (again,) = self.program(test, [*inputs[:outside], *made])
+                self.decided(equation, again)
                 return [self.join((again, x)) for x in made]
             if name == "cond":
+                self.decided(equation, inputs[0])
                 branches = [self.program(branch, inputs[1:]) for branch in programs]
                 return [self.join((inputs[0], *each)) for each in zip(*branches)]
             is_call = len(programs) == 1 and len(programs[0].invars) == len(inputs)

@@ -46,6 +46,7 @@ class Cut(NamedTuple):
     others: frozenset[int] = frozenset()
 
 
+_CALLS = itertools.count()  # their numbers
 register_exclusion(__file__)  # its frames are not the place of a shard_map
 
 
@@ -92,6 +93,7 @@ class MappedCall:
         takes: what its specs cut over the axis of workers, of arguments. Behind these stand values
             over which the body closes, which no spec cuts.
         makes: the same of results.
+        number: no other call's.
     """
 
     place: str
@@ -100,6 +102,7 @@ class MappedCall:
     takes: list[Cut] = dataclasses.field(default_factory=list)
     makes: list[Cut] = dataclasses.field(default_factory=list)
     body: ClosedJaxpr | None = None
+    number: int = dataclasses.field(default_factory=lambda: next(_CALLS))
 
 
 _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
@@ -109,9 +112,12 @@ _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
 _HAS_NO_CASTS: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "jaxsparse_no_casts", default=False
 )
-# The scope of operations in the rules of a `jax.custom_vjp`, and behind it which rule and call.
+# The scope of operations in rules of custom derivatives, and behind it which rule and call.
 SCOPE = "jaxsparse_rule"
-_CALLS = itertools.count()
+# The scopes of operations in a body whose specs name the workers' axis, and in another one, and
+# behind them the number of the call.
+CUT, WHOLE = "jaxsparse_cut", "jaxsparse_whole"
+_CUSTOM = jax.custom_vjp, jax.custom_jvp
 _LOCK = threading.Lock()
 _threads = 0  # that trace now
 _originals: tuple[Any, ...] = ()
@@ -188,10 +194,10 @@ def _replace(more: int) -> None:
         if _threads == 1 and more == 1:
             cast = batching.spmd_names_insert_pvary
             checks, prefix = module._shmap_checks, module.broadcast_prefix
-            call = jax.custom_vjp.__call__
-            _originals = checks, prefix, cast, call
-            wrapped = functools.wraps(call)(lambda *args, **kwargs: _called(call, *args, **kwargs))
-            setattr(jax.custom_vjp, "__call__", wrapped)  # noqa: B010 - types refuse to assign
+            calls = [kind.__call__ for kind in _CUSTOM]
+            _originals = checks, prefix, cast, calls
+            for kind, call in zip(_CUSTOM, calls):
+                setattr(kind, "__call__", _calling(call))  # noqa: B010 - types refuse to assign
             batching.spmd_names_insert_pvary = lambda *args: (
                 args if _HAS_NO_CASTS.get() else cast(*args)
             )
@@ -204,10 +210,15 @@ def _replace(more: int) -> None:
                 module._shmap_checks,
                 module.broadcast_prefix,
                 batching.spmd_names_insert_pvary,
-                call,
+                calls,
             ) = _originals
-            setattr(jax.custom_vjp, "__call__", call)  # noqa: B010
+            for kind, call in zip(_CUSTOM, calls):
+                setattr(kind, "__call__", call)  # noqa: B010
             del primitive.bind  # that of its class is left
+
+
+def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(call)(lambda *args, **kwargs: _called(call, *args, **kwargs))
 
 
 def _called(original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -216,11 +227,12 @@ def _called(original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> 
     So that a derivative that communicates is known, see `SCOPE`. Results and their cotangents have
     equal tags, so that rows of the latter are where the results have them.
     """
-    tracing = _TRACING.get()
-    if tracing is None or f.fwd is None or f.bwd is None:
+    rules = ("jvp",) if isinstance(f, jax.custom_jvp) else ("fwd", "bwd")
+    if _TRACING.get() is None or any(getattr(f, rule) is None for rule in rules):
         return original(f, *args, **kwargs)
     # No trace has a number of another one: JAX keeps programs of inner functions.
     number, own = next(_CALLS), object.__new__(type(f))
+    vars(own).update(vars(f))
 
     def tagged(tree: Any, verb: str) -> Any:
         numbers = itertools.count()
@@ -228,19 +240,26 @@ def _called(original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> 
         tag = lambda x, i: _tag.bind(x, number=(number, i), verb=verb) if is_array(x) else x
         return jax.tree.map(lambda x: tag(x, next(numbers)), tree)
 
-    @functools.wraps(f.fwd)
-    def forward(*args: Any) -> Any:
-        with jax.named_scope(f"{SCOPE}_forward_{number}"):
-            made = f.fwd(*args)
-            is_pair = isinstance(made, tuple | list) and len(made) == 2  # or JAX tells
-            return (tagged(made[0], "makes"), made[1]) if is_pair else made
+    def first_tagged(rule: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        @functools.wraps(rule)
+        def run(*args: Any) -> Any:
+            with jax.named_scope(f"{SCOPE}_{kind}_{number}"):
+                made = rule(*args)
+                is_pair = isinstance(made, tuple | list) and len(made) == 2  # or JAX tells
+                return (tagged(made[0], "makes"), made[1]) if is_pair else made
+
+        return run
+
+    if isinstance(own, jax.custom_jvp):
+        own.jvp = first_tagged(f.jvp, "tangent")
+        return original(own, *args, **kwargs)
 
     @functools.wraps(f.bwd)
     def backward(*args: Any) -> Any:
         with jax.named_scope(f"{SCOPE}_backward_{number}"):
             return f.bwd(*args[:-1], tagged(args[-1], "takes"))
 
-    vars(own).update(vars(f) | {"fwd": forward, "bwd": backward})
+    own.fwd, own.bwd = first_tagged(f.fwd, "forward"), backward
     return original(own, *args, **kwargs)
 
 
@@ -390,6 +409,12 @@ def _run(
             f"({str(error).splitlines()[0]}). Each worker has all of its weights: leave the axis "
             "out of their specs, and out of what gathers or scatters them inside"
         ) from error
+    with jax.named_scope(f"{CUT if call.is_named else WHOLE}_{call.number}"):
+        return _made(body, tracing, call, *args)
+
+
+def _made(body: Callable[..., Any], tracing: Tracing, call: MappedCall, *args: Any) -> Any:
+    assert call.body is not None
     consts, found = call.body.consts, body(*args)
     if any(isinstance(x, jax.core.Tracer) for x in consts):
         # They are no arguments of JAX's equation, and marked inside of it.

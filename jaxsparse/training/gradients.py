@@ -159,12 +159,6 @@ def value_and_grad(
                 batches = [given[0][i] for i in split]
                 check_closed_over(program, batches, there.count, "give batch_argnums=1")
             named_axes.check_sums(program, axis_name)
-            if gather is False and one_worker.branches_on(program, axis_name):
-                raise ValueError(
-                    f"a jax.lax.cond or a loop communicates over the workers' axis {axis_name!r}, "
-                    "and workers that take other branches would not take part in it: call "
-                    "jaxsparse.gather in front, and use jnp.where"
-                )
 
         leaves = [x for _, x in flat]
         cut = CutLeaves.find(flat, given[0], argnums, specs, gather, there)
@@ -267,6 +261,8 @@ def on_workers(
         tree = trees[-1]  # others follow, of more rows
         check(program.jaxpr)
         if count > 1:  # else nothing is cut
+            is_own = is_split if has_own_branches else of_batch
+            named_axes.check_branches(program.jaxpr, is_own, axis_name)
             again = functools.partial(trace, flat)
             named_axes.check_named(program.jaxpr, of_batch, axis_name, count, types, again)
         return program, tree
@@ -287,12 +283,6 @@ def on_workers(
         program, tree = traced(trace, [*map(jax.typeof, leaves)])
         if workers.is_explicit:
             named_axes.check_explicit(program.jaxpr, axis_name)
-        if has_own_branches and one_worker.branches_on(program.jaxpr, axis_name):
-            raise ValueError(
-                f"a jax.lax.cond or a loop communicates over the workers' axis {axis_name!r}, and "
-                "workers that take other branches would wait for ever: use jnp.where, or make the "
-                "mesh with axis_types=(jax.sharding.AxisType.Auto,) * n and another axis"
-            )
         program = rewritten(program, axis_name, mesh, count, False, bool(inner))
         known = {id(x): own for x, own in zip(closed, inside)}
         consts = [known.get(id(x), x) for x in program.consts]
@@ -312,7 +302,6 @@ def on_workers(
         )
         program, tree = traced(trace, types)
         is_mapped = mesh is None or bool(inner) or one_worker.knows_mesh(program.jaxpr)
-        is_mapped |= has_own_branches and one_worker.branches_on(program.jaxpr, axis_name)
         in_context = not jax.sharding.get_abstract_mesh().empty
         # An exchange in a step has another form where its axis is manual, and a program has types
         # of the mesh in context: it is traced there. JAX fails there, by an assertion, on

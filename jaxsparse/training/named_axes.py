@@ -19,6 +19,7 @@ from jaxsparse.comm import compat, shard_maps
 from jaxsparse.comm.flow import Reading
 from jaxsparse.feedback.axes import (
     ELEMENTWISE,
+    OTHERS,
     TRUSTED,
     Known,
     RowAxis,
@@ -69,6 +70,8 @@ def check_named(
         trace: traces the function with other types.
     """
     calls = {mark.params["call"] for mark in _marks(program)}
+    if not calls:
+        return
     for equation, _ in compat.scoped(program):
         if equation.primitive.name == "custom_vmap_call" and any(
             call.is_named or _use(call, axis_name) == _RANK
@@ -80,7 +83,8 @@ def check_named(
                 "(jax.custom_batching) would be given all workers' rows, and a jax.shard_map in it "
                 f"uses the workers' axis {axis_name!r}: put the rule into the body, or leave it out"
             )
-    if not any(call.is_named or _use(call, axis_name) == _RANK for call in calls):
+    picked = _Ranks.in_program(program, of_batch, axis_name).picked
+    if not picked and not any(c.is_named or _use(c, axis_name) == _RANK for c in calls):
         return
     growing, few = set[int](), dict[int, Any]()
     if any(of_batch):
@@ -103,7 +107,10 @@ def check_named(
             own = program
         _pair(own, program, few)
         growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m)), workers)}
-    reading = _RowsOfBatch(axis_name, growing, few)
+        picked = _Ranks.in_program(program, of_batch, axis_name).picked
+    places = {mark.params["call"].number: mark.params["call"].place for mark in _marks(program)}
+    of_call = {i: places.get(number, "unknown place") for i, number in picked.items()}
+    reading = _RowsOfBatch(axis_name, growing, few, of_call)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
     reading.refuse_unread(e for e, _ in compat.scoped(program))
     if reading.refusals:
@@ -200,8 +207,8 @@ def _use(call: Any, axis_name: str) -> str:
         names |= {equation.primitive.name} if named else set()
     if "axis_index" in names:
         ranks = _Ranks(axis_name)
-        made = ranks.program(call.body.jaxpr, [False] * len(call.takes))
-        if not (ranks.is_used or any(made)):  # but for keys
+        made = ranks.program(call.body.jaxpr, [_EQUAL] * len(call.takes))
+        if not (ranks.is_used or _RANKED in made):  # but for keys
             names = names - {"axis_index"} | {"psum"}
     if names - _SUMMED:
         return _RANK
@@ -215,13 +222,15 @@ class _RowsOfBatch(RowsReading):
         refusals: what is wrong, as errors.
     """
 
-    def __init__(self, axis_name: str, growing: set[int], few: dict[int, Any]) -> None:
+    def __init__(
+        self, axis_name: str, growing: set[int], few: dict[int, Any], picked: dict[int, str]
+    ) -> None:
         super().__init__()
         self._few = few  # equations of one worker's rows, by those of all
         self.refusals = list[str]()
         self._axis_name, self._growing = axis_name, growing
         self._taken = dict[Any, dict[int, tuple[Any, Found]]]()  # by call, and number
-        self._by_rank = set[int]()  # operations that take a part by the worker's number
+        self._picked = picked  # places of bodies, by operations that pick by the worker's number
         self._results = dict[Any, Found]()  # of functions with a derivative of their own
         self._read = set[int]()  # marks, by id
         self._is_silent = False  # what JAX made of a `shard_map` was judged as it was written
@@ -253,6 +262,22 @@ class _RowsOfBatch(RowsReading):
         found = super().carried(value)
         return "a loop over rows" if found == TRUSTED else found
 
+    def equation(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        made = super().equation(equation, inputs)
+        is_indexing = equation.primitive.name.startswith(_INDEXING)
+        operands = inputs[:1] if is_indexing else inputs
+        scopes = f"{self.scopes}/{compat.name_stack(equation)}"
+        has_rows = any(isinstance(x, RowAxis | str) for x in operands)
+        if has_rows and id(equation) in self._picked and _is_own(scopes):
+            self.refusals.append(
+                f"{place_in_source(self.around or equation)} takes a part of one worker's rows by "
+                "the worker's number, or picks by it what runs on them, in the jax.shard_map at "
+                f"{self._picked[id(equation)]}, whose specs do not name the workers' axis "
+                f"{self._axis_name!r}. It has this worker's rows alone, whole: name the axis in "
+                "in_specs, or take all rows"
+            )
+        return made
+
     def operation(self, equation: Any, inputs: list[Any]) -> list[Any]:
         name = equation.primitive.name
         if name == shard_maps.MARK:
@@ -274,12 +299,6 @@ class _RowsOfBatch(RowsReading):
         if not any(is_of_batch):
             return [_alike(equation, inputs, x.aval.shape) for x in equation.outvars]
         where = place_in_source(self.around or equation)
-        if id(equation) in self._by_rank and is_of_batch[0]:
-            self._say(
-                f"{where} takes a part of one worker's rows by the worker's number, in a "
-                f"jax.shard_map whose specs do not name the workers' axis {self._axis_name!r}. It "
-                "has this worker's rows alone, whole: name the axis in in_specs, or take all rows"
-            )
         inputs = [x if yes else None for x, yes in zip(inputs, is_of_batch)]
         is_map = name in ELEMENTWISE or name in _SUMMED or compat.is_elementwise(equation)
         if is_map or any(isinstance(x, str) for x in inputs):
@@ -306,9 +325,7 @@ class _RowsOfBatch(RowsReading):
         """Judges what a `shard_map` takes and makes, as far as its specs name the axis."""
         params = mark.params
         call, number = params["call"], params["number"]
-        # A backward pass takes again what was judged. A rule of a derivative is code of its own.
-        is_own = "transpose(jvp(" not in self.scopes or bool(_RULE.findall(self.scopes))
-        is_judged = not self._is_silent and is_own
+        is_judged = not self._is_silent and _is_own(self.scopes)
         self._read.add(id(mark))
         if params["verb"] == "returns":
             is_rank = call.is_named and _use(call, self._axis_name) in (_RANK, _INNER)
@@ -382,10 +399,6 @@ class _RowsOfBatch(RowsReading):
                 )
             known = self.join(x for _, x in taken.values())
             return ["a jax.vmap" if isinstance(known, RowAxis) else known] * len(body.outvars)
-        if not call.is_named and _use(call, self._axis_name) == _RANK:
-            ranks = _Ranks(self._axis_name)
-            ranks.program(body, [False] * len(body.invars))
-            self._by_rank |= ranks.indexed
         given = enumerate((*body.invars, *body.constvars))
         within = lambda i: self._cut_inside(*taken[i]) if i in taken else None
         inputs: dict[Any, Any] = {x: within(i) for i, x in given}
@@ -464,37 +477,75 @@ def _regrouped(rows: Known, shape: tuple[int, ...], growing: list[int]) -> RowAx
     return RowAxis(last, 1, order) if growing == [last] else None
 
 
-class _Ranks(Reading[bool]):
-    """Finds what takes a part of an array by the worker's number.
+# How a value differs between workers: not at all; as their rows do, or what is drawn from keys of
+# their own; by their numbers, so that it tells them apart.
+_EQUAL, _OWN, _RANKED = range(3)
+
+
+class _Ranks(Reading[int]):
+    """Finds what picks by the worker's number, and what workers would not all take part in.
 
     Attributes:
-        indexed: these operations, by id.
+        picked: what takes a part of an array by the number, or selects, or runs a branch, a loop
+            or a kernel by it, in bodies whose specs do not name the axis. By the id, it is the
+            body's number.
+        alone: branches and loops that communicate, where workers may differ in what they take.
         is_used: whether the number is used at all, but for keys of random numbers.
     """
 
-    nothing = False
+    nothing = _EQUAL
 
     def __init__(self, axis_name: str) -> None:
         super().__init__()
-        self.indexed, self.is_used = set[int](), False
+        self.picked, self.alone, self.is_used = dict[int, int](), list[Any](), False
         self._axis_name = axis_name
 
-    def join(self, values: Iterable[bool]) -> bool:
-        return any(values)
+    @classmethod
+    def in_program(cls, program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> "_Ranks":
+        found = cls(axis_name)
+        found.program(program, [_OWN if yes else _EQUAL for yes in is_own])
+        return found
 
-    def operation(self, equation: Any, inputs: list[bool]) -> list[bool]:
-        name = equation.primitive.name
+    def join(self, values: Iterable[int]) -> int:
+        return max(values, default=_EQUAL)
+
+    def decided(self, equation: Any, by: int) -> None:
+        programs = compat.inner_programs(equation.params)
+        if by and any(shard_maps.communicates(inner, self._axis_name) for inner in programs):
+            self.alone.append(equation)
+        self._picks(equation, by)
+
+    def _picks(self, equation: Any, by: int) -> None:
+        whole = _WHOLE.findall(self.scopes)
+        is_used = by == _RANKED and bool(equation.outvars)  # and one worker alone may print
+        if is_used and whole and shard_maps.CUT not in self.scopes:
+            self.picked[id(equation)] = int(whole[-1])
+
+    def operation(self, equation: Any, inputs: list[int]) -> list[int]:
+        name, params = equation.primitive.name, equation.params
         if name == "shard_map":
-            return self.program(equation.params["jaxpr"], inputs)
-        is_indexing = name.startswith(("dynamic_slice", "gather", "scatter", "dynamic_update"))
-        first = 2 if name == "dynamic_update_slice" else 1
-        if is_indexing and any(inputs[first : None if name.startswith("dyn") else 2]):
-            self.indexed.add(id(equation))
-        is_over = self._axis_name in compat.axes_of(equation.params)
-        if is_over and name in _DIVIDING:
-            self.indexed.add(id(equation))
-        is_rank = is_over and name == "axis_index"
+            return self.program(params["jaxpr"], inputs)
         made_of = [x.aval for x in equation.outvars]
+        is_over = self._axis_name in compat.axes_of(params)
+        made = self.join(inputs)
+        if is_over and name in compat.OPCODES:
+            if name in compat.MOVING:
+                made = made or _RANKED
+                self._picks(equation, _RANKED if name in _DIVIDING else _EQUAL)
+            elif params.get("axis_index_groups") is None:
+                made = _EQUAL
+        elif name == "axis_index" and is_over:
+            made = _RANKED
+        elif name.startswith(_INDEXING):
+            first = 2 if name == "dynamic_update_slice" else 1
+            self._picks(equation, self.join(inputs[first : None if name[0] == "d" else 2]))
+        elif name == "select_n":
+            self._picks(equation, inputs[0])
+        elif name in compat.KERNELS | OTHERS:
+            of_kernel = [e for inner in compat.inner_programs(params) for e in compat.scoped(inner)]
+            if any(self._axis_name in compat.axes_of(e.params) for e, _ in of_kernel):
+                made = _RANKED
+            self._picks(equation, made)
         is_key = name.startswith(_DRAWN) or any(
             jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in made_of
         )
@@ -502,14 +553,15 @@ class _Ranks(Reading[bool]):
         is_number = name != "clamp" and all(
             x.shape == () and jnp.issubdtype(x.dtype, jnp.integer) for x in made_of
         )
-        self.is_used |= any(inputs) and not is_key and not is_number
-        made = inputs[0] if is_indexing else any(inputs)
-        return [is_rank or (made and not is_key)] * len(equation.outvars)
+        self.is_used |= _RANKED in inputs and not is_key and not is_number
+        return [min(made, _OWN) if is_key else made] * len(equation.outvars)
 
 
+_WHOLE = re.compile(shard_maps.WHOLE + r"_(\d+)")
+_INDEXING = ("dynamic_slice", "dynamic_update_slice", "gather", "scatter")
 _DRAWN = ("random_", "threefry")
 # Collectives that give each worker a part of an array.
-_DIVIDING = {"reduce_scatter", "all_to_all", "ragged_all_to_all"}
+_DIVIDING = compat.MOVING - {"ppermute"}
 
 
 def _alike(equation: Any, inputs: list[Any], made: tuple[int, ...]) -> Found:
@@ -565,7 +617,29 @@ def check_explicit(program: Jaxpr, axis_name: str) -> None:
             )
 
 
-_RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward)_(\d+)")
+def check_branches(program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> None:
+    """Raises ValueError if some workers alone may run a branch or a loop that communicates.
+
+    Where a device runs one of the branches, they would wait for the others. Where `jax.vmap` runs
+    all, those that JAX differentiates are given cotangents of workers that took another one.
+    """
+    for equation in _Ranks.in_program(program, is_own, axis_name).alone:
+        raise ValueError(
+            f"the {equation.primitive.name} at {compat.place_of(equation)} communicates over the "
+            f"workers' axis {axis_name!r}, and its condition is a worker's own: "
+            "workers that take other branches would wait for ever, or have gradients of others' "
+            "branches. Use jnp.where, or a condition that is equal on all workers, as jax.lax.pmax "
+            "gives"
+        )
+
+
+_RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward|tangent)_(\d+)")
+
+
+def _is_own(scopes: str) -> bool:
+    """Whether code is to be judged: a backward pass takes again what was, but for rules in it."""
+    is_rule = any(kind != "tangent" for kind, _ in _RULE.findall(scopes))
+    return is_rule or "transpose(jvp(" not in scopes
 
 
 def check_sums(program: Jaxpr, axis_name: str) -> None:
@@ -577,22 +651,40 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
     """
     forward, backward = dict[str, Any](), dict[str, Any]()  # what communicates, by call
     derived = set[str]()
+    # Of a rule of tangents, the derivative is what was transposed once more than the rest of it.
+    tangents, least = dict[str, dict[int, Any]](), dict[str, int]()
     for equation, scopes in compat.scoped(program):
         name = equation.primitive.name
-        if name == "linear_call" and shard_maps.communicates(
-            equation.params["callee"].jaxpr, axis_name
-        ):
+        over = lambda program: program and shard_maps.communicates(program.jaxpr, axis_name)
+        fix = ""
+        if name == "linear_call" and over(equation.params["callee"]):
+            fix = "use jax.custom_vjp"
+        if name == "custom_linear_solve":
+            solves = equation.params["jaxprs"]
+            is_alike = bool(over(solves.solve)) == bool(over(solves.transpose_solve))
+            fix = "" if is_alike else "let solve and transpose_solve both do so, or none of them"
+        if fix:
             raise ValueError(
-                f"the linear_call at {compat.place_of(equation)} communicates over the workers' "
+                f"the {name} at {compat.place_of(equation)} communicates over the workers' "
                 f"axis {axis_name!r}, and whether its derivative does so by hand can't be told: "
-                "use jax.custom_vjp"
+                f"{fix}"
             )
         is_over = axis_name in compat.axes_of(equation.params)
+        transposed = scopes.count("transpose(")
         for kind, call in _RULE.findall(scopes):
+            found = {"forward": forward, "backward": backward}.get(kind)
             if kind == "backward":
                 derived.add(call)
+            if kind == "tangent":
+                least[call] = min(transposed, least.get(call, transposed))
             if is_over and name in compat.OPCODES:
-                (forward if kind == "forward" else backward).setdefault(call, equation)
+                if found is None:
+                    tangents.setdefault(call, {}).setdefault(transposed, equation)
+                else:
+                    found.setdefault(call, equation)
+    for call, by_depth in tangents.items():
+        if (first := min(by_depth)) > least[call]:
+            backward[call] = by_depth[first]
     for call, equation in forward.items():
         if call in derived - backward.keys():
             raise ValueError(

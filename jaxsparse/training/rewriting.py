@@ -104,6 +104,11 @@ class _Rewriting:
             changed |= {key: None for key, value in equation.params.items() if is_sharding(value)}
         if self._is_mapped:
             is_badly_mapped = is_on_mesh and name in ("shard_map", *_GATHERS)
+            if name in compat.KERNELS:  # vmap maps one as a whole, if it has no axis of the mesh
+                programs = compat.inner_programs(equation.params)
+                is_badly_mapped = any(uses(inner, self._axis_name) for inner in programs)
+                if not is_badly_mapped:
+                    return equation
             if is_badly_mapped or compat.lacks_rule(equation):
                 return self._manual(equation)
             changed |= compat.renamed_axes(equation.params, self._axis_name, ROWS)
@@ -123,6 +128,8 @@ class _Rewriting:
         if isinstance(value, Jaxpr):
             program = self.open(value)
             return program if program.constvars else self._untyped(program)
+        if hasattr(value, "_make"):  # the programs of a linear solve are a NamedTuple
+            return value._make(map(self._inside, value))
         if type(value) in (tuple, list):
             return type(value)(map(self._inside, value))
         return value
