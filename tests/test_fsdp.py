@@ -335,7 +335,7 @@ def test_a_gather_in_a_branch_is_refused():
         return jnp.sum(w * x.sum())
 
     of = jaxsparse.value_and_grad(loss, specs={"w": P("data")}, gather=False, mesh=where)
-    with pytest.raises(ValueError, match=r"call jaxsparse.gather in front"):
+    with pytest.raises(ValueError, match=r"Call what communicates \(jaxsparse.gather\) in front"):
         of({"w": jnp.ones((8, 6))}, jnp.ones((8, 1)))
 
 

@@ -628,8 +628,8 @@ def check_branches(program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> No
             f"the {equation.primitive.name} at {compat.place_of(equation)} communicates over the "
             f"workers' axis {axis_name!r}, and its condition is a worker's own: "
             "workers that take other branches would wait for ever, or have gradients of others' "
-            "branches. Use jnp.where, or a condition that is equal on all workers, as jax.lax.pmax "
-            "gives"
+            "branches. Call what communicates (jaxsparse.gather) in front, use jnp.where, or a "
+            "condition that is equal on all workers, as jax.lax.pmax gives"
         )
 
 
