@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from workers import rows
 
 from jaxsparse import fail_at_once
 from jaxsparse.processes import group
@@ -77,7 +78,8 @@ def test_a_limit_is_positive(limit):
 
 @pytest.mark.skipif(os.name != "posix", reason="another system has no such note")
 @pytest.mark.parametrize(
-    ("end", "status"), [("os.abort()", -6), ("os.kill(os.getpid(), 9)", -9), ("", 0), ("1 / 0", 1)]
+    ("end", "status"),
+    rows([("os.abort()", -6), ("", 0)], [("os.kill(os.getpid(), 9)", -9), ("1 / 0", 1)]),
 )
 def test_a_process_that_c_ends_is_told_of(end, status):
     """As JAX aborts a process if another one died."""

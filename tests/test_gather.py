@@ -74,7 +74,7 @@ def test_gather_equals_its_twin(name, workers, shape, axis):
     np.testing.assert_allclose(mean, shares, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, ["shard_map"]))
 def test_all_ways_agree_and_residuals_hold_what_was_not_sent(way):
     workers, shape, axis = 3, (2, 9, 7), 1
     whole, given = case(workers, shape, axis)
