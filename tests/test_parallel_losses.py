@@ -1362,7 +1362,7 @@ def test_a_branch_with_a_mean_of_workers(fork, by, shape):
 
     run = lambda: jaxsparse.grad(loss, mesh=where, workers=None if shape else workers)(*given)
     if by != "agreed" and fork != "where":
-        words = r"(cond|while) at .*losses.py:\d+.* over the workers' axis 'data'.* Use jnp.where"
+        words = r"(cond|while) at .*losses.py:\d+.* over the workers' axis 'data'.* use jnp.where"
         with pytest.raises(ValueError, match=words):
             run()
         return
