@@ -16,7 +16,9 @@ from workers import mesh, on_workers, some
 
 import jaxsparse
 from jaxsparse import PerWorker, codecs, contrib, local, shard
+from jaxsparse.arrays import layout
 from jaxsparse.feedback import step
+from jaxsparse.feedback.plan import plan_of
 from jaxsparse.outer.parallel import run_on_workers
 
 
@@ -233,6 +235,34 @@ def test_a_sum_that_overflows_is_never_applied(method, momentum):
     history, (_, state) = train(tx, params, 2, gradients)
     for leaf in jax.tree.leaves((history, state)):
         assert np.all(np.isfinite(leaf))
+
+
+BUCKETED = {
+    "top_k": lambda: jaxsparse.top_k(0.05, is_dense=lambda *_: False),
+    "omni_reduce": lambda: jaxsparse.omni_reduce(0.2, block_size=13, is_dense=lambda *_: False),
+}
+
+
+@pytest.mark.parametrize("name", BUCKETED)
+def test_by_default_buckets_have_whole_leaves(monkeypatch, name):
+    """Also of blocks that no leaf is a multiple of. Parts, exchanged between steps, have one."""
+    monkeypatch.setattr(layout, "usual_bucket_size", lambda size: 100)
+    tx, sizes = BUCKETED[name](), {"a": (9, 7), "b": (30,), "c": (17, 11), "d": (40,)}
+    rng = np.random.default_rng(0)
+    draw = lambda shape: jnp.asarray(rng.integers(-9, 9, (2, *shape)), jnp.float32)
+    params = {name: jnp.zeros(shape) for name, shape in sizes.items()}
+    gradients = [{name: draw(shape) for name, shape in sizes.items()} for _ in range(3)]
+    buckets = plan_of(params, tx.settings, None).buckets
+    assert [sorted(bucket.leaves) for bucket in buckets] == [[0, 1], [2], [3]]
+    assert len(plan_of(params, tx.of_parts(params).settings, None).buckets) == 1
+    history, (_, state) = train(tx, params, 2, gradients)
+    for name in sizes:
+        came = sum(np.asarray(g[name]).sum(0) for g in gradients)
+        went = 2 * sum(np.asarray(updates[name]) for updates in history)
+        left = np.asarray(state.residual[name].value).sum(0)
+        np.testing.assert_allclose(went + left, came, atol=1e-4)
+        assert left.any()
+        assert went.any()
 
 
 LOSSY = {

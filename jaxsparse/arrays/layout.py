@@ -246,8 +246,8 @@ def layout_of(
 def usual_bucket_size(size: int) -> int:
     """The most elements of a bucket where none are given, of `size` elements of a device.
 
-    A bucket of 2**22 is a layer of a model of ordinary size. More than eight hide hardly more, and
-    each one has to be compiled. A vector has at most 2**31 - 1 elements.
+    A bucket of 2**22 is a layer of a model of ordinary size. Of eight, one has nothing to hide
+    behind, and each one has to be compiled. A vector has at most 2**31 - 1 elements.
     """
     return min(max(2**22, -(-size // 8)), LONG_BUCKET)
 

@@ -50,7 +50,7 @@ def by_platform(
     gpu: Callable[..., Result],
     tpu: Callable[..., Result] | None = None,
 ) -> Result:
-    """`gpu(*operands)` on NVIDIA's and AMD's GPUs, `default(*operands)` elsewhere, or `tpu`.
+    """`gpu(*operands)` on GPUs, `tpu(*operands)` on TPUs if it is given, else `default(*operands)`.
 
     All are traced, and one is compiled. They must return the same bits, unless the caller tells
     its own callers otherwise. Tests compare them on CPU.

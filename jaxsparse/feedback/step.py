@@ -81,7 +81,9 @@ def run_step(
         pending = where_ok(ok, dense, jnp.zeros_like(dense))
         ok &= dense_ok
     else:
-        means, after, infos, sent, flags = _exchange_each(gradients, buckets, plan, settings, axes)
+        means, after, infos, to_send, flags = _exchange_each(
+            gradients, buckets, plan, settings, axes
+        )
         sizes = plan.layout.dense_sizes
         if gradients:
             finite = functools.reduce(jnp.logical_and, flags)
@@ -93,7 +95,7 @@ def run_step(
             if axes.inner:
                 (dense_ok,) = axes.none_of(~dense_ok)
         ok = dense_ok
-        kept = [delivered(*each, ok) for each in zip(means, after, sent)]
+        kept = [delivered(*each, ok) for each in zip(means, after, to_send)]
         means, after = [mean for mean, _ in kept], [bucket for _, bucket in kept]
     counts = jnp.bool_(True) if settings.is_delayed else ok
     for i, bucket in enumerate(plan.buckets):
@@ -142,8 +144,8 @@ def _exchange_each(
         vector = join(begun.residual)
         reduced = bucket.reducer(vector, b.reducer_state, axis_name=axes.axis_name)
         mean, own = finish(begun, vector, reduced, bucket)
-        sent = None if bucket.reducer.conserves else begun.residual
-        found[i] = mean, own, reduced.info, sent
+        to_send = None if bucket.reducer.conserves else begun.residual
+        found[i] = mean, own, reduced.info, to_send
     each = [found[i] for i in range(len(before))]
     means, after, infos = [x for x, *_ in each], [x for _, x, *_ in each], [x for *_, x, _ in each]
     return means, after, infos, [x for *_, x in each], flags
@@ -200,17 +202,17 @@ def finish(
 
 
 def delivered(
-    mean: Pieces, bucket: Bucket, begun: Pieces | None, ok: Bool[Array, ""]
+    mean: Pieces, bucket: Bucket, to_send: Pieces | None, ok: Bool[Array, ""]
 ) -> tuple[Pieces, Bucket]:
     """The mean that a step delivers, and the state after it. If not `ok`, zero: it is taken back.
 
-    Each worker takes back the mean, which is a W-th of what all delivered. But what a reducer
-    decodes that does not conserve sums has errors that are in no residual. Fed back, they would
-    grow from one skipped step to the next. There the worker keeps `begun`, what it had to send.
+    Each worker takes back the mean, which is a W-th of what all delivered. A reducer that does not
+    conserve sums decodes errors that are in no residual, and fed back they would grow from one
+    skipped step to the next. There the worker keeps `to_send`, what it had to send; None elsewhere.
     """
-    if begun is None:
-        begun = jax.tree.map(lambda left, mean: in_range(left + mean), bucket.residual, mean)
-    residual = where_ok(ok, bucket.residual, begun)
+    if to_send is None:
+        to_send = jax.tree.map(lambda left, mean: in_range(left + mean), bucket.residual, mean)
+    residual = where_ok(ok, bucket.residual, to_send)
     mean = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), mean)
     return mean, bucket._replace(residual=residual)
 

@@ -35,7 +35,7 @@ def pack(fields: Int[Array, " n"], bits: int, size: int) -> UInt32[Array, " word
     dtype = jnp.uint8 if bits <= 8 else jnp.uint16
     small = (fields & jnp.asarray(2**bits - 1, fields.dtype)).astype(dtype)
     # Else XLA's CPU backend would compute each field where it is packed, from its position, which
-    # takes six times as long.
+    # takes five times as long.
     small = stored_if_long(small).astype(jnp.uint32)
     small = jnp.pad(small, (0, max(0, count * words - small.size)))
     planes = (small[j * words : (j + 1) * words] << jnp.uint32(j * bits) for j in range(count))

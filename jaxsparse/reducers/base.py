@@ -127,7 +127,7 @@ class Reducer(abc.ABC):
 
     @property
     def alignment(self) -> int:
-        """Sizes of all buckets but the last must be multiples of this, such as a block's size."""
+        """Where buckets cut leaves, they do it at multiples of this, such as a block's size."""
         return 1
 
     @property
