@@ -887,13 +887,14 @@ def rule_of_vjp(h):
     return f(h)
 
 
-def rule_of_jvp(h):
+def rule_of_jvp(h, of_tangents=False):
     f = jax.custom_jvp(lambda h: jnp.mean(jnp.sin(h)))
 
     @f.defjvp
     def rule(primals, tangents):
         own = lambda x: part(x[0], lax.axis_index("data"))
-        return f(*primals), jnp.mean(jnp.cos(own(primals)) * own(tangents))
+        slope = 1.0 if of_tangents else jnp.cos(own(primals))
+        return f(*primals), jnp.mean(slope * own(tangents))
 
     return f(h)
 
@@ -901,6 +902,7 @@ def rule_of_jvp(h):
 ranks = lambda: jnp.arange(4, dtype=jnp.int32)
 ring = [(i, (i + 1) % 4) for i in range(4)]
 rank_of = lambda: lax.axis_index("data")
+mask_of = lambda n: jnp.float32(jnp.arange(n) % 4 == rank_of())[:, None]
 PICKED = {  # what picks some of a worker's rows by its number
     "table": lambda h: part(h, jnp.int32([2, 0, 3, 1])[rank_of()]),
     "switch": lambda h: lax.switch(rank_of(), [lambda i=i: parts(h)[i] for i in range(4)]),
@@ -911,9 +913,16 @@ PICKED = {  # what picks some of a worker's rows by its number
     "all_to_all": lambda h: part(h, lax.all_to_all(ranks(), "data", 0, 0, tiled=True)[0]),
     "ppermute": lambda h: part(h, lax.ppermute(jnp.int32(1), "data", ring[:1])),
     "mask": lambda h: jnp.where((jnp.arange(len(h)) % 4 == rank_of())[:, None], h, 0),
+    "mask times rows": lambda h: h * mask_of(len(h)),
+    "one_hot times rows": lambda h: jnp.einsum(
+        "wr,w->wr", h.reshape(4, -1), jax.nn.one_hot(rank_of(), 4)
+    ),
+    "product with one_hot": lambda h: jax.nn.one_hot(rank_of() + jnp.arange(1), len(h)) @ h,
+    "bias": lambda h: jnp.tanh(h) - 1e9 * (1 - mask_of(len(h))),
     "kernel": lambda h: pick_by_kernel(h, rank_of()),
     "rule of vjp": rule_of_vjp,
     "rule of jvp": rule_of_jvp,
+    "rule of tangents": lambda h: rule_of_jvp(h, of_tangents=True),
 }
 
 
@@ -937,6 +946,8 @@ def own_key():
 
 NOT_PICKED = {  # what a worker's own number is for
     "weights": lambda h, a: h * a[rank_of()][None],
+    "weights by one_hot": lambda h, a: h * (jax.nn.one_hot(rank_of(), len(a)) @ a)[None],
+    "weights under a mask": lambda h, a: h @ (a * mask_of(len(a))).T,
     "branch of weights": lambda h, a: h @ lax.switch(
         rank_of(), [jnp.sin, jnp.cos, jnp.tanh, jnp.exp], a
     ).T,

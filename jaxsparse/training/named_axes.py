@@ -83,8 +83,8 @@ def check_named(
                 "(jax.custom_batching) would be given all workers' rows, and a jax.shard_map in it "
                 f"uses the workers' axis {axis_name!r}: put the rule into the body, or leave it out"
             )
-    picked = _Ranks.in_program(program, of_batch, axis_name).picked
-    if not picked and not any(c.is_named or _use(c, axis_name) == _RANK for c in calls):
+    ranks = _Ranks.in_program(program, of_batch, axis_name)
+    if not ranks.picked and not any(c.is_named or _use(c, axis_name) == _RANK for c in calls):
         return
     growing, few = set[int](), dict[int, Any]()
     if any(of_batch):
@@ -107,10 +107,10 @@ def check_named(
             own = program
         _pair(own, program, few)
         growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m)), workers)}
-        picked = _Ranks.in_program(program, of_batch, axis_name).picked
+        ranks = _Ranks.in_program(program, of_batch, axis_name)
     places = {mark.params["call"].number: mark.params["call"].place for mark in _marks(program)}
-    of_call = {i: places.get(number, "unknown place") for i, number in picked.items()}
-    reading = _RowsOfBatch(axis_name, growing, few, of_call)
+    of_call = {i: places.get(number, "unknown place") for i, number in ranks.picked.items()}
+    reading = _RowsOfBatch(axis_name, growing, few, of_call, ranks.tangents)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
     reading.refuse_unread(e for e, _ in compat.scoped(program))
     if reading.refusals:
@@ -208,7 +208,7 @@ def _use(call: Any, axis_name: str) -> str:
     if "axis_index" in names:
         ranks = _Ranks(axis_name)
         made = ranks.program(call.body.jaxpr, [_EQUAL] * len(call.takes))
-        if not (ranks.is_used or _RANKED in made):  # but for keys
+        if not ranks.is_used and max(made, default=_CONSTANT) < _MASK:  # but for keys
             names = names - {"axis_index"} | {"psum"}
     if names - _SUMMED:
         return _RANK
@@ -223,7 +223,12 @@ class _RowsOfBatch(RowsReading):
     """
 
     def __init__(
-        self, axis_name: str, growing: set[int], few: dict[int, Any], picked: dict[int, str]
+        self,
+        axis_name: str,
+        growing: set[int],
+        few: dict[int, Any],
+        picked: dict[int, str],
+        tangents: set[int],
     ) -> None:
         super().__init__()
         self._few = few  # equations of one worker's rows, by those of all
@@ -231,6 +236,7 @@ class _RowsOfBatch(RowsReading):
         self._axis_name, self._growing = axis_name, growing
         self._taken = dict[Any, dict[int, tuple[Any, Found]]]()  # by call, and number
         self._picked = picked  # places of bodies, by operations that pick by the worker's number
+        self._tangents = tangents  # those of them that may pick of rows' cotangents
         self._results = dict[Any, Found]()  # of functions with a derivative of their own
         self._read = set[int]()  # marks, by id
         self._is_silent = False  # what JAX made of a `shard_map` was judged as it was written
@@ -268,13 +274,18 @@ class _RowsOfBatch(RowsReading):
         operands = inputs[:1] if is_indexing else inputs
         scopes = f"{self.scopes}/{compat.name_stack(equation)}"
         has_rows = any(isinstance(x, RowAxis | str) for x in operands)
-        if has_rows and id(equation) in self._picked and _is_own(scopes):
+        is_picked = has_rows and id(equation) in self._picked and _is_own(scopes)
+        if is_tangent := id(equation) in self._tangents:
+            fix = "Whether these are of rows can't be told: write the rule with jax.custom_vjp"
+        else:
+            fix = "It has this worker's rows alone, whole: name the axis in in_specs, or take all"
+        if is_picked or is_tangent:
+            of = "tangents in a rule of jax.custom_jvp" if is_tangent else "one worker's rows"
             self.refusals.append(
-                f"{place_in_source(self.around or equation)} takes a part of one worker's rows by "
-                "the worker's number, or picks by it what runs on them, in the jax.shard_map at "
+                f"{place_in_source(self.around or equation)} takes a part of {of} by the worker's "
+                "number, masks them, or picks by it what runs on them, in the jax.shard_map at "
                 f"{self._picked[id(equation)]}, whose specs do not name the workers' axis "
-                f"{self._axis_name!r}. It has this worker's rows alone, whole: name the axis in "
-                "in_specs, or take all rows"
+                f"{self._axis_name!r}. {fix}"
             )
         return made
 
@@ -477,27 +488,30 @@ def _regrouped(rows: Known, shape: tuple[int, ...], growing: list[int]) -> RowAx
     return RowAxis(last, 1, order) if growing == [last] else None
 
 
-# How a value differs between workers: not at all; as their rows do, or what is drawn from keys of
-# their own; by their numbers, so that it tells them apart.
-_EQUAL, _OWN, _RANKED = range(3)
+# How a value differs between workers: not at all, be it a constant or another value; as their rows
+# do, or what is drawn from keys of their own; by their numbers, so that it tells them apart, be it
+# a mask, which is made of a comparison and constants, or another value.
+_CONSTANT, _EQUAL, _OWN, _MASK, _RANKED = range(5)
 
 
 class _Ranks(Reading[int]):
     """Finds what picks by the worker's number, and what workers would not all take part in.
 
     Attributes:
-        picked: what takes a part of an array by the number, or selects, or runs a branch, a loop
-            or a kernel by it, in bodies whose specs do not name the axis. By the id, it is the
+        picked: what takes a part of an array by the number, or masks, selects, or runs a branch, a
+            loop or a kernel by it, in bodies whose specs do not name the axis. By the id, it is the
             body's number.
+        tangents: those of them that pick of cotangents in a rule of `jax.custom_jvp`.
         alone: branches and loops that communicate, where workers may differ in what they take.
         is_used: whether the number is used at all, but for keys of random numbers.
     """
 
-    nothing = _EQUAL
+    nothing = _CONSTANT
 
     def __init__(self, axis_name: str) -> None:
         super().__init__()
         self.picked, self.alone, self.is_used = dict[int, int](), list[Any](), False
+        self.tangents = set[int]()
         self._axis_name = axis_name
 
     @classmethod
@@ -507,19 +521,25 @@ class _Ranks(Reading[int]):
         return found
 
     def join(self, values: Iterable[int]) -> int:
-        return max(values, default=_EQUAL)
+        given = {*values}
+        if _MASK in given and given - {_CONSTANT, _MASK}:
+            return _RANKED
+        return max(given, default=_CONSTANT)
 
     def decided(self, equation: Any, by: int) -> None:
         programs = compat.inner_programs(equation.params)
-        if by and any(shard_maps.communicates(inner, self._axis_name) for inner in programs):
+        is_own = by >= _OWN
+        if is_own and any(shard_maps.communicates(inner, self._axis_name) for inner in programs):
             self.alone.append(equation)
         self._picks(equation, by)
 
     def _picks(self, equation: Any, by: int) -> None:
         whole = _WHOLE.findall(self.scopes)
-        is_used = by == _RANKED and bool(equation.outvars)  # and one worker alone may print
+        is_used = by >= _MASK and bool(equation.outvars)  # and one worker alone may print
         if is_used and whole and shard_maps.CUT not in self.scopes:
             self.picked[id(equation)] = int(whole[-1])
+            if _RULE.search(self.scopes) and not _is_own(self.scopes):
+                self.tangents.add(id(equation))
 
     def operation(self, equation: Any, inputs: list[int]) -> list[int]:
         name, params = equation.primitive.name, equation.params
@@ -530,7 +550,7 @@ class _Ranks(Reading[int]):
         made = self.join(inputs)
         if is_over and name in compat.OPCODES:
             if name in compat.MOVING:
-                made = made or _RANKED
+                made = made if made == _OWN else _RANKED
                 self._picks(equation, _RANKED if name in _DIVIDING else _EQUAL)
             elif params.get("axis_index_groups") is None:
                 made = _EQUAL
@@ -541,6 +561,10 @@ class _Ranks(Reading[int]):
             self._picks(equation, self.join(inputs[first : None if name[0] == "d" else 2]))
         elif name == "select_n":
             self._picks(equation, inputs[0])
+        elif name in _COMPARISONS and made == _RANKED:
+            made = _MASK
+        elif _MASK in inputs and (name == "dot_general" or compat.is_elementwise(equation)):
+            self._picks(equation, made if {_OWN, _RANKED} & {*inputs} else _EQUAL)
         elif name in compat.KERNELS | OTHERS:
             of_kernel = [e for inner in compat.inner_programs(params) for e in compat.scoped(inner)]
             if any(self._axis_name in compat.axes_of(e.params) for e, _ in of_kernel):
@@ -553,13 +577,14 @@ class _Ranks(Reading[int]):
         is_number = name != "clamp" and all(
             x.shape == () and jnp.issubdtype(x.dtype, jnp.integer) for x in made_of
         )
-        self.is_used |= _RANKED in inputs and not is_key and not is_number
+        self.is_used |= max(inputs, default=_CONSTANT) >= _MASK and not is_key and not is_number
         return [min(made, _OWN) if is_key else made] * len(equation.outvars)
 
 
 _WHOLE = re.compile(shard_maps.WHOLE + r"_(\d+)")
 _INDEXING = ("dynamic_slice", "dynamic_update_slice", "gather", "scatter")
 _DRAWN = ("random_", "threefry")
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 # Collectives that give each worker a part of an array.
 _DIVIDING = compat.MOVING - {"ppermute"}
 
