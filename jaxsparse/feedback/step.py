@@ -316,12 +316,25 @@ def _messages_of_dense(dense: Array, sizes: Sequence[int]) -> list[Array]:
     return list(jnp.split(dense, [end for end in ends if end < dense.size]))
 
 
+def _means_of_messages(messages: Sequence[Array], axes: Axes) -> list[Array]:
+    """The mean of each message over the workers. The last one is sent first.
+
+    A barrier around what was received and what comes next keeps this order. XLA:GPU would take the
+    first layer's message first, which hides behind half as many products (`benchmarks/schedules.py`).
+    """
+    sums = list[Array]()
+    for message in reversed(messages):
+        if sums:
+            message, sums[-1] = jax.lax.optimization_barrier((message, sums[-1]))
+        sums.append(wire.psum(message, axes.axis_name))
+    return [x / wire.axis_size(axes.axis_name) for x in reversed(sums)]
+
+
 def _mean_of_dense(dense: Array, sizes: Sequence[int], axes: Axes) -> Array:
     """The mean of the dense leaves."""
     if not dense.size:  # an empty message would be sent, too
         return dense
-    parts, workers = _messages_of_dense(dense, sizes), wire.axis_size(axes.axis_name)
-    return jnp.concatenate([wire.psum(part, axes.axis_name) / workers for part in parts])
+    return jnp.concatenate(_means_of_messages(_messages_of_dense(dense, sizes), axes))
 
 
 def exchange_dense(
@@ -333,9 +346,7 @@ def exchange_dense(
     """
     broken = jnp.where(finite & _all_finite(dense), jnp.float32(0), jnp.float32(1))
     first, *others = _messages_of_dense(dense, sizes)
-    parts = [jnp.concatenate([first, broken[None]]), *others]
-    workers = wire.axis_size(axes.axis_name)
-    first, *others = (wire.psum(part, axes.axis_name) / workers for part in parts)
+    first, *others = _means_of_messages([jnp.concatenate([first, broken[None]]), *others], axes)
     mean = jnp.concatenate([first[:-1], *others])
     # A sum of finite gradients can overflow, too.
     ok = _all_finite(mean) & (first[-1] == 0)
