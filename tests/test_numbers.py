@@ -78,7 +78,8 @@ def papers():
     once = lambda x: min(*map(np.mean, nets[x, 60_000].values()), np.inf)
     SHAPE = "sketched, k=d/900", "dense", "true top-k, k=d/900", "random-k, words of k=d/900, decay 0"
     grid = {x["name"]: x for x in load("results/sketch_sizing")["results"] if (x["hidden"], x["ratio"]) == (128, 10)}
-    sized = lambda *names: [100 * grid[x][key] for x in names for key in ("right", "deviation")]
+    sized = lambda *names, of=grid: [100 * of[x][key] for x in names for key in ("right", "deviation")]
+    later = {x["name"]: x for x in load("results/sketch_sizing_long")["results"]}
     hosts = {(x["system"], x["params"], x["density"]): 1e3 * x["seconds"]
              for file in ("results", "sparcml") for x in load(f"cluster/{file}")["rows"]
              if (x["what"], x["hosts"], x["rate"]) == ("exchange", 8, "100mbit")}
@@ -123,7 +124,7 @@ def papers():
         ("our 20x, the paper's 36x,", ".3f", words("sketched 20x") - words("dense"), long("sketched 20x") - long("dense"), *map(long, ("sketched 20x", "dense", "true top-k, k of 20x", "random-k 20x, decay 0"))),
         ("15 rows, P = 16; 21x) ends at", ".3f", *(words(x, 19_200) for x in SHAPE), *map(once, SHAPE)),
         ("a larger one gains", ".2f", best[0] - best[1]),
-        ("on digits: as published", ".1f", *sized(*SKETCHED, "sketched_sgd(10), decay 0.5")),
+        ("on digits: as published", ".1f", *sized(*SKETCHED, "sketched_sgd(10), decay 0.5"), *sized(*SKETCHED, of=later)),
         ("Behind Adam, where the paper has SGD,", ".3f", *(mapped(x) for x in ("updates, sketched 20x", "gradients, dense", "updates, random 1/20"))),
         ("interfaces count", ".2f", *(unshaped[x, 8] / unshaped[x, 4] for x in ("sketched_sgd", "top_k"))),
         ("With 256, `top_k` receives", ".1f", numbers("papers", "| 256 |", "received | local top-k")[6]), ("Local top-k loses:", ".2f", small("local top-k 10x", 1), small("local top-k 10x", 256), small("dense", 1)),
