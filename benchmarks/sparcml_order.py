@@ -7,8 +7,9 @@
 Times are those of the alpha-beta model, without sums and selections: rounds times latency, plus
 received words over bandwidth. "published" has the paper's rounds, and the words that its algorithms
 send if each worker's k indices are drawn uniformly, as in its experiments. There messages are as
-long as their contents. "library" has the words that this library's messages have room for, which is
-fixed when a program is compiled. Measured times, if given, are those of cluster/run.py.
+long as their contents. "library" has the words of this library's messages. Rooms that follow what
+sums needed are those for sums of random supports, and others are for the most entries. Measured
+times, if given, are those of cluster/run.py.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """The docs' Python runs, page by page, and the links between the project's pages lead somewhere."""
 
+import ast
 import pkgutil
 import re
 from contextlib import nullcontext
@@ -56,7 +57,19 @@ def test_names_lead_to_what_there_is():
         pkgutil.resolve_name(name)
 
 
-def test_commands_name_tests_that_there_are():
-    for path, text in TEXTS.items():
-        for file, word in re.findall(r"pytest (tests/\w+\.py)[^`\n]*? -k (\w+)", text):
-            assert re.search(rf"^def test\w*{word}", (ROOT / file).read_text(), re.MULTILINE), path
+def always_run(file):
+    """Names of a file's tests, and whether a test runs without --slow."""
+    for node in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+            yield node.name, "pytest.mark.slow" not in map(ast.unparse, node.decorator_list)
+
+
+def test_commands_name_tests_that_run_with_their_flags():
+    found = re.compile(r"pytest [^`\n]*?(tests/\w+\.py)[^`\n]* -k (\w+)[^`\n]*")
+    commands = [match for text in TEXTS.values() for match in found.finditer(text)]
+    assert len(commands) > 5
+    for command in commands:
+        file, word = command.groups()
+        runs = [always for name, always in always_run(file) if word in name]
+        assert runs, command[0]
+        assert any(runs) or "--slow" in command[0], command[0]

@@ -148,13 +148,28 @@ def structured(name, size=4096):
     x = 0.01 * rng.normal(size=size)
     if name == "constant":
         x[:] = 1
+    elif name == "normal":
+        x = rng.normal(size=size)
+    elif name == "cubed":
+        x = rng.normal(size=size) ** 3
     elif name == "heavy row":
         x[640:704] += 1 + rng.uniform(size=64)
+    elif name == "heavy column":
+        x[17::64] += 1 + rng.uniform(size=64)
     elif name == "stride of a tile":
         x[5::256] += 1 + rng.uniform(size=16)
+    elif name == "low rank":
+        x = np.outer(rng.normal(size=64) ** 3, rng.normal(size=64)).ravel()
+    else:
+        assert name == "alternating"
+        x = np.where(np.arange(size) % 2, 1, -1)
     return np.asarray(x, np.float32)
 
 
+STRUCTURES = (
+    *("constant", "normal", "cubed", "heavy row", "heavy column"),
+    *("stride of a tile", "low rank", "alternating"),
+)
 structures = pytest.mark.parametrize(
     "name", some(["stride of a tile", "constant"], ["stride of a tile"])
 )
@@ -436,7 +451,7 @@ def shares_delivered(x, spec, k, rule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", some(["heavymix", "top_k"], ["heavymix"]))
-@pytest.mark.parametrize("name", ["constant", "heavy row"])
+@pytest.mark.parametrize("name", STRUCTURES)
 def test_exact_values_of_heavy_hitters_are_a_contraction(name, rule):
     """Lemma 1: E ||x - comp(x)||^2 <= (1 - k/d) ||x||^2, if columns are of the order of k.
 
