@@ -7,7 +7,7 @@
 
 No GPU is needed: the step is compiled ahead of time for hosts of one H100, or of more, over which
 parameters and rows are cut (FSDP). It has six square layers, and a bucket for each. D is a matrix
-product, [ and ] are start and done of a collective over hosts, ( and ) of one inside them, and what
+product, [ and ] are start and done of a collective over hosts, { and } of one inside them, and what
 stands between start and done can run beside it; c and i are such that nothing runs beside.
 Temporaries are in units of the parameters of a device, d floats.
 """
@@ -116,14 +116,14 @@ def schedule(text: str, devices: int = 1) -> str:
         if PRODUCT.search(f"= {each.type} {each.opcode}(){each.attributes}"):
             found += "D"
         elif each.opcode.endswith("-done"):
-            found += ")]"[started[each.operands[0]]]
+            found += "}]"[started[each.operands[0]]]
         elif COLLECTIVE.search(each.opcode):
             named = [name for names in each.callees.values() for name in names]
             called = [x for n in named for x in module.computations[n].instructions.values()]
             moved = [x for x in (each, *called) if re.search("_groups=|_pairs=", x.structure)]
             groups = [group for x in moved for group in module.groups(x)]
             started[each.name] = any(len({i // devices for i in group}) > 1 for group in groups)
-            found += ("([" if each.opcode.endswith("-start") else "ic")[started[each.name]]
+            found += ("{[" if each.opcode.endswith("-start") else "ic")[started[each.name]]
     return found
 
 

@@ -47,6 +47,7 @@ class Local(NamedTuple):
     every: int
 
 
+LATE = "dense, one step late", "4 bits, one step late", "SparDL, one step late"
 Rows = dict[str, Callable[[float], Transformation | Local]]
 
 
@@ -69,6 +70,9 @@ def exchanges(density: float) -> dict[str, Callable[..., Transformation]]:
         "dense": jaxsparse.dense,
         "4 bits": make(jaxsparse.qsgd, 4),
         "SparDL": make(jaxsparse.spardl, density),
+        "dense, one step late": make(jaxsparse.dense, delay=1),
+        "4 bits, one step late": make(jaxsparse.qsgd, 4, delay=1),
+        "SparDL, one step late": make(jaxsparse.spardl, density, delay=1),
         "SparDL, 2-bit values": make(jaxsparse.spardl, density, **bits),
         "top-k": make(jaxsparse.top_k, density),
         "top-k, 2-bit values": make(jaxsparse.top_k, density, **bits),
@@ -99,9 +103,12 @@ def text_rows(density: float) -> Rows:
     blind = functools.partial(jaxsparse.random_k, 8 * density, reducer=in_4_bits, decay=0.0)
     aged = functools.partial(jaxsparse.spardl, density, decay=0.95)
     firsts = "4 bits", "SparDL", "random-k", "random-k, not fed back", "PowerSGD rank 2"
-    rows = {"dense": before(every.pop("dense"))}
-    rows |= {f"{name}, before Adam": before(every[name]) for name in firsts}
-    del every["4 bits"]
+    bare = lambda tx: lambda lr: optax.chain(tx(), adam(b1=0.0), rate(lr))
+    rows = {"dense": before(every["dense"])}
+    rows |= {f"{name}, before Adam": before(every[name]) for name in firsts + LATE}
+    rows |= {f"{name}, no momentum": bare(every[name]) for name in ("dense", LATE[0])}
+    for name in ("dense", "4 bits", *LATE):
+        del every[name]
     for name, tx in every.items():
         what, *bits = name.split(", 2-bit values")
         rows[f"{what}, behind Adam" + (", 2-bit values" if bits else "")] = behind(tx)
@@ -123,7 +130,9 @@ def digit_rows(density: float) -> Rows:
     own = lambda tx: lambda lr: optax.chain(tx(momentum=0.9), rate(lr))
     twice = functools.partial(jaxsparse.dragonn, density, extract="hash", passing=2.0)
     every = exchanges(density) | {"DRAGONN, twice as many pass": twice}
+    bare = lambda tx: lambda lr: optax.chain(tx(), rate(lr))
     return {name: own(tx) for name, tx in every.items()} | {
+        **{f"{name}, no momentum": bare(every[name]) for name in ("dense", LATE[0])},
         "DeMo": lambda lr: optax.chain(contrib.demo(k), optax.scale_by_sign(), rate(lr / 50)),
         "EF21-SGDM": lambda lr: optax.chain(
             # Its momentum is an average, and the others' is a sum.
