@@ -120,6 +120,31 @@ MIXED = {
     "joined": each(lambda x: jnp.concatenate([x[:1], jnp.zeros_like(x[1:])])),
     "repeated": each(lambda x: jnp.repeat(x[:1], WORKERS, axis=0)),
     "sorted": each(lambda x: jnp.sort(x, axis=0)),
+    "norm by a loop": each(
+        lambda x: x / jax.lax.scan(lambda s, row: (s + jnp.sum(row**2), None), 0.0, x)[0]
+    ),
+    "average over layers": each(
+        lambda x: jax.lax.scan(lambda c, row: (0.5 * (c + row),) * 2, jnp.zeros(x.shape[1:]), x)[1]
+    ),
+    "layer before": each(
+        lambda x: jax.lax.scan(lambda c, row: (row, c), jnp.zeros(x.shape[1:]), x, reverse=True)[1]
+    ),
+    "products of rows": each(lambda x: jax.lax.map(lambda row: (row * x).sum(0), x)),
+    "polynomial": each(lambda x: x * jnp.polyval(x, 0.5)),
+    "columns in vmap": each(
+        lambda x: jax.vmap(lambda c: c / jnp.linalg.norm(c), in_axes=-1, out_axes=-1)(x)
+    ),
+    "along an axis": each(lambda x: jnp.apply_along_axis(jnp.cumsum, 0, x)),
+    "ranks of rows": each(lambda x: jax.scipy.stats.rankdata(x, axis=0)),
+    "filter": lambda g: {**g, "w": jax.scipy.signal.convolve(g["w"], jnp.ones((3, 3, 3)), "same")},
+    "sum of segments": each(lambda x: jax.ops.segment_sum(x, jnp.array([0, 0, 1]), WORKERS)),
+    "set by an index": each(lambda x: jnp.zeros_like(x).at[jnp.array([1, 2, 0])].set(x)),
+    "counted": each(lambda x: x * jnp.bincount((x.ravel() > 0).astype(int), length=2)[1]),
+    "transposed in a branch": of_cube(
+        lambda x: jnp.cumsum(
+            jax.lax.cond(x[0, 0, 0] > 0, lambda x: x, lambda x: x.swapaxes(0, 1), x), 0
+        )
+    ),
 }
 
 
@@ -297,6 +322,17 @@ OWN = {
         clipped,
     ),
     "ranks in vmap": (each(jax.vmap(ranked)), ranked),
+    **{
+        f"{name} in vmap": (each(jax.vmap(f)), f)
+        for name, f in {
+            "average over layers": lambda x: jax.lax.scan(lambda c, r: (c + r, c), 0 * x[0], x)[1],
+            "segments": lambda x: jax.ops.segment_sum(x, jnp.arange(len(x)) // 2, len(x)),
+            "counts": lambda x: x * jnp.bincount((x.ravel() > 0).astype(int), length=2)[1],
+            "an index": lambda x: x.at[jnp.argmax(x.ravel()) % len(x)].set(0.0),
+            "filter": lambda x: jax.scipy.signal.convolve(x, jnp.ones((3,) * x.ndim), "same"),
+            "kernel": lambda x: jax.scipy.signal.convolve(jnp.ones(x.shape), x, "same"),
+        }.items()
+    },
     "by value": (by(optax.clip(0.1)), lambda x: jnp.clip(x, -0.1, 0.1)),
     "cast": (
         each(lambda x: x.astype("bfloat16").astype("f")),

@@ -49,8 +49,8 @@ class Reading(abc.ABC, Generic[T]):
         """What is known of such values, stacked along a new first axis."""
         return value
 
-    def carried(self, value: T) -> T:
-        """What is known, behind a scan, of a value that it carried."""
+    def carried(self, value: T, equation: Any) -> T:
+        """What is known, in the next turn of a scan and behind it, of a value that it carries."""
         return value
 
     def decided(self, equation: Any, by: T) -> None:
@@ -80,16 +80,15 @@ class Reading(abc.ABC, Generic[T]):
                 rest = constants + carried
                 self.depth += 1
                 given = [*inputs[:rest], *map(self.sliced, inputs[rest:])]
-                made = self._repeated(programs[0], given, constants, carried)
-                kept, each = map(self.carried, made[:carried]), map(self.stacked, made[carried:])
-                made = [*kept, *each]
+                made = self._repeated(programs[0], given, constants, carried, equation)
+                made = [*made[:carried], *map(self.stacked, made[carried:])]
                 self.depth -= 1
                 return made
             if name == "while":
                 outside = equation.params["cond_nconsts"]
                 given, constants = inputs[outside:], equation.params["body_nconsts"]
                 body = equation.params["body_jaxpr"].jaxpr
-                made = self._repeated(body, given, constants, len(given) - constants)
+                made = self._repeated(body, given, constants, len(given) - constants, equation)
                 test = equation.params["cond_jaxpr"].jaxpr
                 (again,) = self.program(test, [*inputs[:outside], *made])
                 self.decided(equation, again)
@@ -114,12 +113,15 @@ class Reading(abc.ABC, Generic[T]):
         finally:
             self.scopes, self.around = before
 
-    def _repeated(self, body: Jaxpr, given: list[T], first: int, carried: int) -> list[T]:
+    def _repeated(
+        self, body: Jaxpr, given: list[T], first: int, carried: int, equation: Any
+    ) -> list[T]:
         """What a loop makes. What it carries goes through it until nothing new is known."""
         while True:
             made = self.program(body, given)
             before = given[first : first + carried]
-            after = [self.join(pair) for pair in zip(before, made)]
+            kept = [self.carried(x, equation) for x in made[:carried]]
+            after = [self.join(pair) for pair in zip(before, kept)]
             if after == before:
                 return [*after, *made[carried:]]
             given = [*given[:first], *after, *given[first + carried :]]

@@ -53,10 +53,6 @@ class Call(NamedTuple):
         """The rule of an operation along axes that it keeps."""
         return None if self.axis in axes else self.axis
 
-    def tells_rows(self) -> bool:
-        """Whether rows are told by an index, or indices have rows. Code that knows rows does so."""
-        return self.rows[0] is None or self.rows[1] is not None
-
     def if_whole(self, is_whole: bool) -> int | None:
         """The rule of an operation that takes or leaves all along the axis of rows."""
         return self.axis if is_whole else None
@@ -95,7 +91,7 @@ def _gathered(call: Call) -> int | None:
         rank = len(numbers.offset_dims) + len(call.shapes[1]) - 1
         of_indices = numbers.start_indices_batching_dims[at]
         return [i for i in range(rank) if i not in numbers.offset_dims][of_indices]
-    if call.tells_rows():
+    if call.rows[0] is None or call.rows[1] is not None:  # code that knows rows
         return TRUSTED.axis
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if axis in gone or call.params["slice_sizes"][axis] != call.shape[axis]:
@@ -104,15 +100,25 @@ def _gathered(call: Call) -> int | None:
 
 
 def _scattered(call: Call) -> int | None:
-    numbers, of_updates = call.params["dimension_numbers"], call.rows[2]
-    batching = numbers.operand_batching_dims
-    if call.axis in batching or call.tells_rows():
-        return TRUSTED.axis
+    numbers, (of_operand, of_indices, of_updates) = call.params["dimension_numbers"], call.rows
+    batching, at_once = numbers.operand_batching_dims, numbers.update_window_dims
     gone = {*numbers.inserted_window_dims, *batching}
-    window = [i for i in range(len(call.shape)) if i not in gone]
-    if call.axis not in window or call.axis in numbers.scatter_dims_to_operand_dims:
+    window = [i for i in range(len(call.shapes[0])) if i not in gone]
+    is_indexed = lambda axis: axis in numbers.scatter_dims_to_operand_dims
+    if of_operand is None and of_indices is None and of_updates in at_once:
+        axis = window[at_once.index(call.axis)]
+        is_whole = call.shapes[0][axis] == call.shapes[2][call.axis]
+        return axis if is_whole and not is_indexed(axis) else None
+    if of_operand is None:
+        rest = [i for i in range(len(call.shapes[2])) if i not in at_once]
+        of_indices = rest.index(call.axis) if of_indices is None else of_indices
+        mapped = numbers.scatter_indices_batching_dims
+        return batching[mapped.index(of_indices)] if of_indices in mapped else None
+    if call.axis in batching or of_indices is not None:  # code that knows rows
+        return TRUSTED.axis
+    if call.axis not in window or is_indexed(call.axis):
         return None
-    same = numbers.update_window_dims[window.index(call.axis)]
+    same = at_once[window.index(call.axis)]
     return call.axis if of_updates in (None, same) else None
 
 
@@ -130,10 +136,12 @@ def _multiplied(call: Call) -> int | None:
     return before + sum(a not in used[side] for a in range(axis))
 
 
-def _convolved(call: Call) -> int:
-    numbers = call.params["dimension_numbers"]
-    is_batch = call.rows[0] is not None and call.axis == numbers.lhs_spec[0]
-    return numbers.out_spec[0] if is_batch else TRUSTED.axis
+def _convolved(call: Call) -> int | None:
+    numbers, is_left = call.params["dimension_numbers"], call.rows[0] is not None
+    spec = numbers.lhs_spec if is_left else numbers.rhs_spec
+    if call.params["feature_group_count"] > 1 or call.params["batch_group_count"] > 1:
+        return TRUSTED.axis if call.axis in spec[:2] else None  # as jax.vmap may make it
+    return numbers.out_spec[0 if is_left else 1] if call.axis == spec[0] else None
 
 
 _Rule = Callable[[Call], int | None]
@@ -215,6 +223,8 @@ class RowsReading(Reading[Known]):
         found = {x for x in values if x is not None}
         if mixed := [x for x in found if isinstance(x, str)]:
             return min(mixed)
+        if len({x for x in found if isinstance(x, RowAxis) and x.axis > TRUSTED.axis}) > 1:
+            return "code that lays rows along two axes"
         return TRUSTED if len(found) > 1 else next(iter(found), None)
 
     def sliced(self, value: Known) -> Known:
@@ -223,8 +233,9 @@ class RowsReading(Reading[Known]):
     def stacked(self, value: Known) -> Known:
         return _shifted(value, 1) if value != RowAxis(_SINGLE, self.depth) else RowAxis(0, 1)
 
-    def carried(self, value: Known) -> Known:
-        return value if value != RowAxis(_SINGLE, self.depth) else TRUSTED
+    def carried(self, value: Known, equation: Any) -> Known:
+        is_of_row = value == RowAxis(_SINGLE, self.depth)  # and it meets the other rows
+        return place_in_source(self.around or equation) if is_of_row else value
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         name, given = equation.primitive.name, compat.inputs_of(equation)
@@ -232,36 +243,37 @@ class RowsReading(Reading[Known]):
         # Whether anything is finite may be asked of all rows.
         if name == "is_finite" or (name in ("eq", "ne") and given[0] is given[1]):
             return every(None)
-        joined = self.join(inputs)
-        is_single = isinstance(joined, RowAxis) and joined.axis == _SINGLE
         is_mixed = any(isinstance(x, str) for x in inputs)
-        if joined is None or TRUSTED in inputs or is_single or is_mixed:
-            return every(joined)
+        is_single = all(x is None or x[0] == _SINGLE for x in inputs)
+        if TRUSTED in inputs or is_single or is_mixed:
+            return every(self.join(inputs))
         if name in ONE_BY_ONE:
             return inputs
-        if (found := self._moved(equation, inputs)) is None:
-            knows_rows = "vmap(" in self.scopes  # it was written for rows
-            found = TRUSTED if knows_rows else place_in_source(self.around or equation)
-        return every(found)
+        found = self._moved(equation, inputs)
+        return every(place_in_source(self.around or equation) if found is None else found)
 
     def _moved(self, equation: Any, inputs: list[Known]) -> Known:
-        """Where an operation leaves rows, None where it does not keep them apart."""
+        """Where an operation leaves rows, None where it does not keep them apart.
+
+        `jax.vmap` maps over rows, and then no operation mixes them: what is not known is trusted.
+        If it maps over another axis, one may.
+        """
         name, given = equation.primitive.name, compat.inputs_of(equation)
         shapes = [x.aval.shape for x in given]
         rows, shape = next((x, s) for x, s in zip(inputs, shapes) if isinstance(x, RowAxis))
         is_one = {*inputs} <= {rows, None}
-        if any(isinstance(x, RowAxis) and x.axis == _SINGLE for x in inputs):
-            return TRUSTED
         if name in ELEMENTWISE or compat.is_elementwise(equation):
             return rows if is_one else None
         if name == "reshape":
             return reshaped(rows, shape, equation.outvars[0].aval.shape)
-        rule = MOVES.get(name) or ALONG.get(name)
+        rule, is_mapped = MOVES.get(name) or ALONG.get(name), "vmap(" in self.scopes
         if rule is None:
             is_followed = name not in OTHERS and not any(compat.inner_programs(equation.params))
-            return None if is_followed else TRUSTED
+            return None if is_followed and not is_mapped else TRUSTED
         is_known = rows.axis >= 0 and (is_one or name in OF_SEVERAL)
-        if not is_known or (self.only_elements and name not in WHOLE):
+        if not is_known and is_mapped:
+            return TRUSTED
+        if not is_known or (self.only_elements and name not in WHOLE and not is_mapped):
             return None
         axes = [x.axis if isinstance(x, RowAxis) else None for x in inputs]
         moved = rule(Call(equation.params, shapes, axes, rows.axis, shape))

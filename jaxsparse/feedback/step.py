@@ -319,8 +319,8 @@ def _messages_of_dense(dense: Array, sizes: Sequence[int]) -> list[Array]:
 def _means_of_messages(messages: Sequence[Array], axes: Axes) -> list[Array]:
     """The mean of each message over the workers. The last one is sent first.
 
-    A barrier around what was received and what comes next keeps this order. XLA:GPU would take the
-    first layer's message first, which hides behind half as many products (`benchmarks/schedules.py`).
+    A barrier around what was received and what comes next keeps this order. XLA:GPU would send the
+    first layer's first, and half as many products hide it (`benchmarks/schedules.py`).
     """
     sums = list[Array]()
     for message in reversed(messages):

@@ -99,6 +99,8 @@ class Store:
             self.url = os.fspath(url)
             if not self.url:  # it would be the working directory
                 raise ValueError('it is empty: give a folder, "memory://" or "s3://bucket/run-7"')
+            if self.url.startswith("memory://") and self.url != "memory://":
+                raise ValueError('give "memory://", of which each store is one of its own')
             if self.url == "memory://":
                 self._store: Any = stores.MemoryStore()
             elif "://" not in self.url:

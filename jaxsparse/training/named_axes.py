@@ -264,10 +264,6 @@ class _RowsOfBatch(RowsReading):
     def stacked(self, value: Any) -> Any:
         return _moved(value, 1) if isinstance(value, _Alike) else super().stacked(value)
 
-    def carried(self, value: Any) -> Any:
-        found = super().carried(value)
-        return "a loop over rows" if found == TRUSTED else found
-
     def equation(self, equation: Any, inputs: list[Any]) -> list[Any]:
         made = super().equation(equation, inputs)
         is_indexing = equation.primitive.name.startswith(_INDEXING)
