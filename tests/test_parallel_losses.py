@@ -19,6 +19,7 @@ import pytest
 from forms import FORMS, Way
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.scheduling_groups import scheduling_group
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import some
 
@@ -311,7 +312,7 @@ def test_sums_by_hand_in_other_derivatives(kind, shape):
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_parallel_programs_in_a_solve(checked):
-    """A solve of an operator that is cut, or constrained, or sums over workers."""
+    """A solve of an operator that is cut, or constrained. One that sums over workers could wait."""
     where = mesh_of((4, 2))
     split = jax.shard_map(
         lambda y: 3 * y, mesh=where, in_specs=P(None, "tp"), out_specs=P(None, "tp"),
@@ -319,17 +320,17 @@ def test_parallel_programs_in_a_solve(checked):
     )  # fmt: skip
     kept = lambda y: lax.with_sharding_constraint(3 * y, NamedSharding(where, P("data", "tp")))
     mean = lambda y: 3 * y + lax.pmean(y, "data")
-    for apply, plain in ((split, lambda y: 3 * y), (kept, lambda y: 3 * y), (mean, mean)):
 
-        def loss(w, x, f=apply):
-            h = jax.scipy.sparse.linalg.cg(f, x @ w["a"], maxiter=2)[0]
-            return jnp.mean((h @ w["b"] - x) ** 2)
+    def loss(w, x, f=mean):
+        h = jax.scipy.sparse.linalg.cg(f, x @ w["a"], maxiter=2)[0]
+        return jnp.mean((h @ w["b"] - x) ** 2)
 
-        found = jaxsparse.grad(loss, mesh=where)(*put(where, 4))
-        right = jax.vmap(jax.grad(loss), (None, 0, None), axis_name="data")
-        check(
-            found, right(forms.W, forms.inputs(4).reshape(4, -1, 8), jax.tree_util.Partial(plain))
-        )
+    with pytest.raises(ValueError, match=r"the while at .*losses.py:\d+.* wait for ever"):
+        jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+    for apply in (split, kept):
+        found = jaxsparse.grad(lambda w, x, f=apply: loss(w, x, f), mesh=where)(*put(where, 4))
+        plain = jax.grad(lambda w, x: loss(w, x, lambda y: 3 * y))
+        check(found, jax.vmap(plain, (None, 0))(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 
 @pytest.mark.parametrize("shape", some([(4, 2), (8,), None], [(4, 2)]), ids=str)
@@ -902,6 +903,14 @@ def rule_of_jvp(h, of_tangents=False):
 ranks = lambda: jnp.arange(4, dtype=jnp.int32)
 ring = [(i, (i + 1) % 4) for i in range(4)]
 rank_of = lambda: lax.axis_index("data")
+
+
+def through_reference(h):
+    kept = jax.new_ref(h)
+    kept[...] = 2 * kept[...]
+    return kept[...]
+
+
 mask_of = lambda n: jnp.float32(jnp.arange(n) % 4 == rank_of())[:, None]
 PICKED = {  # what picks some of a worker's rows by its number
     "table": lambda h: part(h, jnp.int32([2, 0, 3, 1])[rank_of()]),
@@ -919,6 +928,42 @@ PICKED = {  # what picks some of a worker's rows by its number
     ),
     "product with one_hot": lambda h: jax.nn.one_hot(rank_of() + jnp.arange(1), len(h)) @ h,
     "bias": lambda h: jnp.tanh(h) - 1e9 * (1 - mask_of(len(h))),
+    "window": lambda h: h * jnp.roll(jnp.float32(jnp.arange(len(h)) < 2), rank_of() * 2)[:, None],
+    "row of a table": lambda h: h.reshape(4, -1) * jnp.eye(4)[rank_of()][:, None],
+    "number that is set": lambda h: h.reshape(4, -1) * jnp.zeros(4).at[rank_of()].set(1)[:, None],
+    "switch of constants": lambda h: (
+        h.reshape(4, -1)
+        * lax.switch(rank_of(), [lambda i=i: jnp.eye(4)[i] for i in range(4)])[:, None]
+    ),
+    "factor of 0 or 1": lambda h: h * jnp.float32(rank_of() == 0),
+    "keys": lambda h: h[
+        lax.sort((jnp.arange(len(h)) ^ rank_of(), jnp.int32(h[:, 0])), num_keys=1)[1] % 2
+    ],
+    "clipped": lambda h: (
+        h * jnp.clip(1 - jnp.abs(jnp.arange(len(h)) - rank_of()), 0, 1)[:, None].astype(h.dtype)
+    ),
+    "sum of segments": lambda h: jax.ops.segment_sum(h, jnp.int32(mask_of(len(h))[:, 0]), 2),
+    "rows at a place": lambda h: lax.dynamic_update_slice(
+        jnp.zeros((2 * len(h), h.shape[1])), h, (rank_of(), 0)
+    )[: len(h)],
+    "sort": lambda h: lax.sort((jnp.broadcast_to(mask_of(len(h)), h.shape), h), 0, num_keys=1)[1],
+    "filter": lambda h: jnp.convolve(h[:, 0], mask_of(len(h))[:, 0], mode="valid"),
+    "bounds": lambda h: lax.clamp(-mask_of(len(h)) * jnp.ones_like(h), h, 9 * jnp.ones_like(h)),
+    "statistic": lambda h: jnp.where(rank_of() == 0, h.mean(), 0),
+    "group": lambda h: jnp.where(
+        lax.psum(jnp.ones(()), "data", axis_index_groups=[[0], [1, 2, 3]]) < 2, h, 0
+    ),
+    "part of a table": lambda h: h * lax.psum_scatter(jnp.eye(4), "data")[rank_of()],
+    "solve": lambda h: (
+        lambda d: lax.custom_linear_solve(
+            lambda v: v * d, h, lambda _, c: c / d, lambda _, c: c / d
+        )
+    )(1 + mask_of(len(h))),
+    "reference": lambda h: jnp.where(mask_of(len(h)) > 0, through_reference(h), 0),
+    "scheduled": scheduling_group("g")(lambda h: jnp.where(mask_of(len(h)) > 0, h, 0)),
+    "remat of a scan": jax.checkpoint(
+        lambda h: lax.scan(lambda c, _: (c + h * mask_of(len(h)), None), h, None, length=2)[0]
+    ),
     "kernel": lambda h: pick_by_kernel(h, rank_of()),
     "rule of vjp": rule_of_vjp,
     "rule of jvp": rule_of_jvp,
@@ -946,6 +991,10 @@ def own_key():
 
 NOT_PICKED = {  # what a worker's own number is for
     "weights": lambda h, a: h * a[rank_of()][None],
+    "factor": lambda h, a: h * jnp.float32(1 + rank_of()),
+    "weights behind nonlinear code": lambda h, a: jax.nn.relu(
+        jax.nn.softmax(h * a[rank_of()][None]) - 0.2
+    ),
     "weights by one_hot": lambda h, a: h * (jax.nn.one_hot(rank_of(), len(a)) @ a)[None],
     "weights under a mask": lambda h, a: h @ (a * mask_of(len(a))).T,
     "branch of weights": lambda h, a: h @ lax.switch(
@@ -960,16 +1009,29 @@ NOT_PICKED = {  # what a worker's own number is for
         h,
     )[1],
     "rows by a key": lambda h, a: h[jax.random.permutation(own_key(), len(h))[:2]],
-    "statistic": lambda h, a: h * lax.dynamic_index_in_dim(h.mean(0), rank_of())[None],
 }  # fmt: skip
+
+
+WEIGHED = {  # by weights, another one for each row
+    "product": lambda h, a: h * (mask_of(len(h)) * a[: len(h), :1]),
+    "bias": lambda h, a: jax.nn.softmax(h + (a[0, 0] - 1e9 * (1 - mask_of(len(h)))), axis=0),
+    "sum of rows": lambda h, a: (mask_of(len(h)) * a[: len(h), :1]).T @ h,
+}
+
+
+@pytest.mark.parametrize("body", some(WEIGHED, ["product"]))
+def test_rows_that_a_body_weighs_by_its_number(body):
+    where = mesh_of((4, 2))
+    mean = lambda h, a: lax.pmean(jnp.mean(WEIGHED[body](h, a)), "data")
+    split = jax.shard_map(mean, mesh=where, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match=r"masks or weighs them.* at .*losses.py:\d+"):
+        jaxsparse.grad(lambda w, x: split(x @ w["a"], w["a"]), mesh=where)(*put(where, 4))
 
 
 @pytest.mark.parametrize("body", some(NOT_PICKED, ["weights"]))
 @pytest.mark.parametrize("mapped", [False, True])
 def test_what_a_body_may_do_by_its_number(body, mapped):
     where = mesh_of((4, 2))
-    if mapped and body == "statistic":
-        pytest.skip("a statistic in a jax.vmap is not told from rows")
 
     def loss(w, x, split=lambda f: f):
         one = split(lambda h, a: jnp.mean(NOT_PICKED[body](h, a) ** 2))
@@ -1230,10 +1292,18 @@ def test_micro_batches(how, size):
     check(both(*put(where, 4)), plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
 
 
-def test_a_branch_that_would_wait_is_refused_on_explicit_axes():
-    where = mesh_of((8,), AxisType.Explicit)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_branch_that_would_wait_is_refused(kept):
+    """On Explicit axes, and by a reference's value."""
+    where = mesh_of((8,), AxisType.Auto if kept else AxisType.Explicit)
     mean = lambda x: lax.pmean(x.mean(), "data")
-    loss = lambda w, x: lax.cond(x.sum() > 0, mean, jnp.mean, x @ w["a"])
+
+    def loss(w, x):
+        if kept:
+            by = jax.new_ref(jnp.float32(0))
+            by[...] = x.sum()
+        return lax.cond((by[...] if kept else x.sum()) > 0, mean, jnp.mean, x @ w["a"])
+
     with pytest.raises(ValueError, match="workers that take other branches would wait for ever"):
         jaxsparse.grad(loss, mesh=where)(*put(where, 8))
 
@@ -1353,6 +1423,9 @@ FORKS = {
     "scan": lambda f: lambda by, h: lax.scan(
         jax.checkpoint(lambda h, _: (lax.cond(by > 0, f, jnp.sin, h), None)), h, None, length=2
     )[0],
+    "scheduled": lambda f: scheduling_group("g")(
+        lambda by, h: lax.cond(by > 0, f, lambda h: 2 * h, h)
+    ),
     "while": lambda f: lambda by, h: h * lax.stop_gradient(
         lax.while_loop(lambda c: c[0] < by, lambda c: (c[0] + 10, f(c[1])), (0 * by - 9, h))[1]
     ),

@@ -84,6 +84,12 @@ CALLS = {
     "custom_vjp_call",
     "custom_vmap_call",
     "shard_map",
+    "composite",
+    "compute_on",
+    "compute_on2",
+    "eval_jaxpr",
+    "remat_opt",
+    "xla_metadata_call",
 }
 # Primitives whose program is a device's own, in another language.
 KERNELS = {"pallas_call"}
@@ -145,6 +151,11 @@ def shard_map_functions() -> tuple[Any, Any, Any] | None:
     if not has_all or not hasattr(mapping, "spmd_names_insert_pvary"):
         return None
     return module, mapping, module.shard_map_p
+
+
+def is_reference(x: Any) -> bool:
+    """Whether a variable is a reference, as `jax.new_ref` makes, which operations write to."""
+    return type(getattr(x, "aval", None)).__name__ == "AbstractRef"
 
 
 def name_stack(equation: Any) -> str:

@@ -53,14 +53,16 @@ class Reading(abc.ABC, Generic[T]):
         """What is known, in the next turn of a scan and behind it, of a value that it carries."""
         return value
 
-    def decided(self, equation: Any, by: T) -> None:
-        """Told what is known of what picks a branch, or ends a loop."""
+    def decided(self, equation: Any, by: T, inputs: list[T]) -> None:
+        """Told what is known of what picks a branch, or ends a loop, and of their operands."""
 
     def read(self, equations: Iterable[Any], known: dict[Any, T]) -> dict[Any, T]:
         """What is known of variables, with those that equations make."""
         for equation in equations:
             inputs = [self.of(known, x) for x in compat.inputs_of(equation)]
             known.update(zip(equation.outvars, self.equation(equation, inputs)))
+            written = self.join(inputs)
+            known.update((x, written) for x in compat.inputs_of(equation) if compat.is_reference(x))
         return known
 
     def of(self, known: dict[Any, T], x: Any) -> T:
@@ -91,10 +93,10 @@ class Reading(abc.ABC, Generic[T]):
                 made = self._repeated(body, given, constants, len(given) - constants, equation)
                 test = equation.params["cond_jaxpr"].jaxpr
                 (again,) = self.program(test, [*inputs[:outside], *made])
-                self.decided(equation, again)
+                self.decided(equation, again, given)
                 return [self.join((again, x)) for x in made]
             if name == "cond":
-                self.decided(equation, inputs[0])
+                self.decided(equation, inputs[0], inputs[1:])
                 branches = [self.program(branch, inputs[1:]) for branch in programs]
                 return [self.join((inputs[0], *each)) for each in zip(*branches)]
             is_call = len(programs) == 1 and len(programs[0].invars) == len(inputs)

@@ -6,7 +6,9 @@ the same if what was cut are rows of the batch, in their order. So the program i
 batch to each `jax.shard_map`, and what is not known to be right is refused.
 """
 
+import functools
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -84,7 +86,9 @@ def check_named(
                 f"uses the workers' axis {axis_name!r}: put the rule into the body, or leave it out"
             )
     ranks = _Ranks.in_program(program, of_batch, axis_name)
-    if not ranks.picked and not any(c.is_named or _use(c, axis_name) == _RANK for c in calls):
+    if not ranks.picked | ranks.weighed and not any(
+        c.is_named or _use(c, axis_name) == _RANK for c in calls
+    ):
         return
     growing, few = set[int](), dict[int, Any]()
     if any(of_batch):
@@ -109,8 +113,8 @@ def check_named(
         growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m)), workers)}
         ranks = _Ranks.in_program(program, of_batch, axis_name)
     places = {mark.params["call"].number: mark.params["call"].place for mark in _marks(program)}
-    of_call = {i: places.get(number, "unknown place") for i, number in ranks.picked.items()}
-    reading = _RowsOfBatch(axis_name, growing, few, of_call, ranks.tangents)
+    place = lambda number: places.get(number, "unknown place")
+    reading = _RowsOfBatch(axis_name, growing, few, ranks, place)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
     reading.refuse_unread(e for e, _ in compat.scoped(program))
     if reading.refusals:
@@ -208,7 +212,7 @@ def _use(call: Any, axis_name: str) -> str:
     if "axis_index" in names:
         ranks = _Ranks(axis_name)
         made = ranks.program(call.body.jaxpr, [_EQUAL] * len(call.takes))
-        if not ranks.is_used and max(made, default=_CONSTANT) < _MASK:  # but for keys
+        if not ranks.is_used and not ranks.join(made) & _RANKED:  # but for keys
             names = names - {"axis_index"} | {"psum"}
     if names - _SUMMED:
         return _RANK
@@ -227,16 +231,15 @@ class _RowsOfBatch(RowsReading):
         axis_name: str,
         growing: set[int],
         few: dict[int, Any],
-        picked: dict[int, str],
-        tangents: set[int],
+        ranks: "_Ranks",
+        place: Callable[[int], str],
     ) -> None:
         super().__init__()
         self._few = few  # equations of one worker's rows, by those of all
         self.refusals = list[str]()
         self._axis_name, self._growing = axis_name, growing
         self._taken = dict[Any, dict[int, tuple[Any, Found]]]()  # by call, and number
-        self._picked = picked  # places of bodies, by operations that pick by the worker's number
-        self._tangents = tangents  # those of them that may pick of rows' cotangents
+        self._ranks, self._place = ranks, place  # what picks, and the places of bodies
         self._results = dict[Any, Found]()  # of functions with a derivative of their own
         self._read = set[int]()  # marks, by id
         self._is_silent = False  # what JAX made of a `shard_map` was judged as it was written
@@ -266,24 +269,49 @@ class _RowsOfBatch(RowsReading):
 
     def equation(self, equation: Any, inputs: list[Any]) -> list[Any]:
         made = super().equation(equation, inputs)
-        is_indexing = equation.primitive.name.startswith(_INDEXING)
-        operands = inputs[:1] if is_indexing else inputs
+        number = self._ranks.picked.get(id(equation))
         scopes = f"{self.scopes}/{compat.name_stack(equation)}"
-        has_rows = any(isinstance(x, RowAxis | str) for x in operands)
-        is_picked = has_rows and id(equation) in self._picked and _is_own(scopes)
-        if is_tangent := id(equation) in self._tangents:
+        if is_tangent := number is not None and _is_tangent(scopes):
             fix = "Whether these are of rows can't be told: write the rule with jax.custom_vjp"
-        else:
+        elif _is_own(scopes):
             fix = "It has this worker's rows alone, whole: name the axis in in_specs, or take all"
-        if is_picked or is_tangent:
+            is_rule = "backward" in {kind for kind, _ in _RULE.findall(scopes)}
+            if is_rule and not any(
+                isinstance(x, RowAxis | str) for x in _split(equation, inputs)[0]
+            ):
+                number = None  # a cotangent of weights
+            if number is None and self._is_weighed(equation, inputs):
+                number = self._ranks.weighed[id(equation)][0]
+        else:
+            number = None
+        if number is not None:
             of = "tangents in a rule of jax.custom_jvp" if is_tangent else "one worker's rows"
             self.refusals.append(
                 f"{place_in_source(self.around or equation)} takes a part of {of} by the worker's "
-                "number, masks them, or picks by it what runs on them, in the jax.shard_map at "
-                f"{self._picked[id(equation)]}, whose specs do not name the workers' axis "
-                f"{self._axis_name!r}. {fix}"
+                "number, masks or weighs them, or picks by it what runs on them, in the "
+                f"jax.shard_map at {self._place(number)}, whose specs do not name the workers' "
+                f"axis {self._axis_name!r}. {fix}"
             )
         return made
+
+    def _is_weighed(self, equation: Any, inputs: list[Any]) -> bool:
+        """Whether what is made of weights and the worker's number is another one for each row."""
+        if id(equation) not in self._ranks.weighed:
+            return False
+        _, weights = self._ranks.weighed[id(equation)]
+        shapes = [x.aval.shape for x in compat.inputs_of(equation)]
+        alike = [x.axes if isinstance(x, _Alike) else frozenset[int]() for x in inputs]
+        rows = [(i, x) for i, x in enumerate(inputs) if isinstance(x, RowAxis)]
+        if not rows:  # weights are taken for such that are the same for all
+            is_lost = any(isinstance(x, str) for x in inputs)
+            factors = [i for i, is_factor in weights.items() if is_factor]
+            return is_lost and any({*range(len(shapes[i]))} - alike[i] for i in factors)
+        side, (axis, _, order) = rows[0]
+        # Micro-batches, or other parts of all rows, are along the axes before.
+        axes = {axis} if order == "all" else {*range(axis + 1)}
+        if equation.primitive.name == "dot_general":
+            return not axes.isdisjoint(equation.params["dimension_numbers"][0][side])
+        return any(shapes[i] and not axes <= alike[i] for i in weights)
 
     def operation(self, equation: Any, inputs: list[Any]) -> list[Any]:
         name = equation.primitive.name
@@ -484,30 +512,37 @@ def _regrouped(rows: Known, shape: tuple[int, ...], growing: list[int]) -> RowAx
     return RowAxis(last, 1, order) if growing == [last] else None
 
 
-# How a value differs between workers: not at all, be it a constant or another value; as their rows
-# do, or what is drawn from keys of their own; by their numbers, so that it tells them apart, be it
-# a mask, which is made of a comparison and constants, or another value.
-_CONSTANT, _EQUAL, _OWN, _MASK, _RANKED = range(5)
+# What a value is made of, as bits: what is equal on all workers, as weights are; a worker's rows,
+# or what is drawn from keys of its own; its number; and that this was compared, as for a mask.
+# Constants have none.
+_EQUAL, _OWN, _RANKED, _COMPARED = 1, 2, 4, 8
 
 
 class _Ranks(Reading[int]):
     """Finds what picks by the worker's number, and what workers would not all take part in.
 
+    A body whose specs do not name the axis has all workers' rows under `jax.jit`, on each device.
+    So what picks others of them on each device is no worker's own. Factors may be made of the
+    number, and weights be picked by it, if they are the same for all rows.
+
     Attributes:
-        picked: what takes a part of an array by the number, or masks, selects, or runs a branch, a
-            loop or a kernel by it, in bodies whose specs do not name the axis. By the id, it is the
-            body's number.
-        tangents: those of them that pick of cotangents in a rule of `jax.custom_jvp`.
-        alone: branches and loops that communicate, where workers may differ in what they take.
+        picked: what masks rows, or what is made of them, by the number, indexes, sorts or splits
+            them by it, or runs a branch, a loop or a kernel by it, in such bodies. By the id, it is
+            the body's number.
+        weighed: what combines them with factors or weights that depend on it, its body's number,
+            and of which of its operands, and whether these are factors.
+        alone: branches and loops that communicate, where workers may differ in what they take, and
+            their places.
         is_used: whether the number is used at all, but for keys of random numbers.
     """
 
-    nothing = _CONSTANT
+    nothing = 0
 
     def __init__(self, axis_name: str) -> None:
         super().__init__()
-        self.picked, self.alone, self.is_used = dict[int, int](), list[Any](), False
-        self.tangents = set[int]()
+        self.picked, self.is_used = dict[int, int](), False
+        self.alone = list[tuple[str, str]]()
+        self.weighed = dict[int, tuple[int, dict[int, bool]]]()
         self._axis_name = axis_name
 
     @classmethod
@@ -517,25 +552,29 @@ class _Ranks(Reading[int]):
         return found
 
     def join(self, values: Iterable[int]) -> int:
-        given = {*values}
-        if _MASK in given and given - {_CONSTANT, _MASK}:
-            return _RANKED
-        return max(given, default=_CONSTANT)
+        return functools.reduce(operator.or_, values, 0)
 
-    def decided(self, equation: Any, by: int) -> None:
-        programs = compat.inner_programs(equation.params)
-        is_own = by >= _OWN
+    def decided(self, equation: Any, by: int, inputs: list[int]) -> None:
+        programs = [*compat.inner_programs(equation.params)]
+        is_own = by & (_OWN | _RANKED)
         if is_own and any(shard_maps.communicates(inner, self._axis_name) for inner in programs):
-            self.alone.append(equation)
-        self._picks(equation, by)
+            inside = (e for inner in programs for e, _ in compat.scoped(inner))
+            every = filter(None, (equation, self.around, *inside))
+            where = next((e for e in every if compat.frames_of(e)[0]), equation)
+            self.alone.append((equation.primitive.name, compat.place_of(where)))
+        if _is_picked(by):
+            self._picks(equation, inputs)
 
-    def _picks(self, equation: Any, by: int) -> None:
-        whole = _WHOLE.findall(self.scopes)
-        is_used = by >= _MASK and bool(equation.outvars)  # and one worker alone may print
-        if is_used and whole and shard_maps.CUT not in self.scopes:
-            self.picked[id(equation)] = int(whole[-1])
-            if _RULE.search(self.scopes) and not _is_own(self.scopes):
-                self.tangents.add(id(equation))
+    def _body(self) -> int | None:
+        """The number of the body that an operation is in, if its specs do not name the axis."""
+        found = _WHOLE.findall(self.scopes)
+        return int(found[-1]) if found and shard_maps.CUT not in self.scopes else None
+
+    def _picks(self, equation: Any, of: Sequence[int]) -> None:
+        number, kinds = self._body(), _OWN | (_EQUAL if _is_tangent(self.scopes) else 0)
+        # One worker alone may print.
+        if number is not None and equation.outvars and self.join(of) & kinds:
+            self.picked[id(equation)] = number
 
     def operation(self, equation: Any, inputs: list[int]) -> list[int]:
         name, params = equation.primitive.name, equation.params
@@ -543,42 +582,66 @@ class _Ranks(Reading[int]):
             return self.program(params["jaxpr"], inputs)
         made_of = [x.aval for x in equation.outvars]
         is_over = self._axis_name in compat.axes_of(params)
-        made = self.join(inputs)
-        if is_over and name in compat.OPCODES:
-            if name in compat.MOVING:
-                made = made if made == _OWN else _RANKED
-                self._picks(equation, _RANKED if name in _DIVIDING else _EQUAL)
-            elif params.get("axis_index_groups") is None:
-                made = _EQUAL
-        elif name == "axis_index" and is_over:
-            made = _RANKED
-        elif name.startswith(_INDEXING):
-            first = 2 if name == "dynamic_update_slice" else 1
-            self._picks(equation, self.join(inputs[first : None if name[0] == "d" else 2]))
-        elif name == "select_n":
-            self._picks(equation, inputs[0])
-        elif name in _COMPARISONS and made == _RANKED:
-            made = _MASK
-        elif _MASK in inputs and (name == "dot_general" or compat.is_elementwise(equation)):
-            self._picks(equation, made if {_OWN, _RANKED} & {*inputs} else _EQUAL)
-        elif name in compat.KERNELS | OTHERS:
-            of_kernel = [e for inner in compat.inner_programs(params) for e in compat.scoped(inner)]
-            if any(self._axis_name in compat.axes_of(e.params) for e, _ in of_kernel):
-                made = _RANKED
-            self._picks(equation, made)
+        made, indices = self.join(inputs), _split(equation, inputs)[1]
         is_key = name.startswith(_DRAWN) or any(
             jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in made_of
         )
+        programs = [*compat.inner_programs(params)]
+        if is_over and name in compat.OPCODES:
+            if name in compat.MOVING or params.get("axis_index_groups") is not None:
+                made |= 0 if made & _OWN else _RANKED
+                self._picks(equation, inputs if name in _DIVIDING else ())
+            else:
+                made = made & _OWN if name.startswith("all_gather") else 0
+                made |= _EQUAL
+        elif name == "axis_index" and is_over:
+            made = _RANKED
+        elif name in compat.KERNELS | OTHERS:
+            of_kernel = [e for inner in programs for e, _ in compat.scoped(inner)]
+            is_over |= any(self._axis_name in compat.axes_of(e.params) for e in of_kernel)
+            made |= _RANKED if is_over else 0
+            self._picks(equation, inputs if is_over or any(map(_is_picked, inputs)) else ())
+        elif programs:  # that of a linear solve, and of what is not known
+            for inner in programs:
+                made |= self.join(self.program(inner, [made] * len(inner.invars)))
+        picked = [i for i, x in enumerate(inputs) if _is_picked(x)]
+        is_mask = any(inputs[i] & (_COMPARED | _EQUAL) == _COMPARED for i in picked)
+        is_one_by_one = name in ELEMENTWISE | {"dot_general"} or compat.is_elementwise(equation)
+        by = {"select_n": inputs[:1], "sort": inputs}.get(name, indices)
+        if picked and not is_key:
+            if is_mask or any(map(_is_picked, by)):
+                self._picks(equation, inputs)
+            elif is_one_by_one and made & _OWN and (number := self._body()) is not None:
+                self.weighed[id(equation)] = number, {i: not inputs[i] & _EQUAL for i in picked}
+        if name in _COMPARISONS and _is_picked(made):
+            made |= _COMPARED
         # A whole number may become a key's, as step * W + rank. Behind a clamp it picks a branch.
         is_number = name != "clamp" and all(
             x.shape == () and jnp.issubdtype(x.dtype, jnp.integer) for x in made_of
         )
-        self.is_used |= max(inputs, default=_CONSTANT) >= _MASK and not is_key and not is_number
-        return [min(made, _OWN) if is_key else made] * len(equation.outvars)
+        self.is_used |= bool(self.join(inputs) & _RANKED) and not is_key and not is_number
+        if is_key and made & _RANKED:
+            made = _OWN
+        return [made] * len(equation.outvars)
 
 
+def _is_picked(bits: int) -> bool:
+    """Whether a value is made of the worker's number, and of nothing else of its own."""
+    return bool(bits & _RANKED) and not bits & _OWN
+
+
+def _split(equation: Any, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What is known of an operation's operands, apart from indices, and of these."""
+    name = equation.primitive.name
+    if name.startswith("scatter"):
+        return [inputs[0], inputs[2]], inputs[1:2]
+    first = _OPERANDS.get(name, len(inputs))
+    return inputs[:first], inputs[first:]
+
+
+# How many operands stand in front of indices, or of sizes of groups.
+_OPERANDS = {"dynamic_slice": 1, "gather": 1, "dynamic_update_slice": 2, "ragged_dot_general": 2}
 _WHOLE = re.compile(shard_maps.WHOLE + r"_(\d+)")
-_INDEXING = ("dynamic_slice", "dynamic_update_slice", "gather", "scatter")
 _DRAWN = ("random_", "threefry")
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 # Collectives that give each worker a part of an array.
@@ -644,13 +707,13 @@ def check_branches(program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> No
     Where a device runs one of the branches, they would wait for the others. Where `jax.vmap` runs
     all, those that JAX differentiates are given cotangents of workers that took another one.
     """
-    for equation in _Ranks.in_program(program, is_own, axis_name).alone:
+    for name, place in _Ranks.in_program(program, is_own, axis_name).alone:
         raise ValueError(
-            f"the {equation.primitive.name} at {compat.place_of(equation)} communicates over the "
-            f"workers' axis {axis_name!r}, and its condition is a worker's own: "
-            "workers that take other branches would wait for ever, or have gradients of others' "
-            "branches. Call what communicates (jaxsparse.gather) in front, use jnp.where, or a "
-            "condition that is equal on all workers, as jax.lax.pmax gives"
+            f"the {name} at {place} communicates over the workers' axis {axis_name!r}, and its "
+            "condition is a worker's own: workers that take other branches would wait for ever, or "
+            "have gradients of others' branches. Call what communicates (jaxsparse.gather) in "
+            "front, use jnp.where, or a condition that is equal on all workers, as jax.lax.pmax "
+            "gives"
         )
 
 
@@ -661,6 +724,11 @@ def _is_own(scopes: str) -> bool:
     """Whether code is to be judged: a backward pass takes again what was, but for rules in it."""
     is_rule = any(kind != "tangent" for kind, _ in _RULE.findall(scopes))
     return is_rule or "transpose(jvp(" not in scopes
+
+
+def _is_tangent(scopes: str) -> bool:
+    """Whether code is that of a rule of `jax.custom_jvp`, in a backward pass."""
+    return bool(_RULE.search(scopes)) and not _is_own(scopes)
 
 
 def check_sums(program: Jaxpr, axis_name: str) -> None:
