@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, PartitionSpec as P
 from workers import mesh, on_workers
 
 from jaxsparse.traffic import Collective, Conditional, WireBytes, wire_bytes
@@ -441,6 +441,104 @@ def test_what_cannot_be_counted_raises(line, message):
 def test_transfers_to_the_host_are_not_traffic_between_workers():
     text = hlo("ROOT %o = f32[16]{0} send(%x, %x), channel_id=1, is_host_transfer=true")
     assert wire_bytes(text) == WireBytes()
+
+
+def to_slices(kind, target, operand="%x", result="f32[16]{0}"):
+    """A collective over slices, as XLA:TPU hands it to its runtime."""
+    attributes = (
+        "channel_id=1, is_host_transfer=true, frontend_attributes={"
+        '_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        f'_xla_host_transfer_rendezvous="psum.1_0",_xla_megascale_target={target},'
+        f'_xla_megascale_transfer_type="{kind}"}}'
+    )
+    return (
+        "%t = token[] after-all()",
+        f"%s = (f32[16]{{0}}, u32[], token[]) send({operand}, %t), {attributes}",
+        f"%r = ({result}, u32[], token[]) recv(%t), {attributes}",
+        "%sd = token[] send-done(%s), channel_id=1, is_host_transfer=true",
+        f"ROOT %rd = ({result}, token[]) recv-done(%r), channel_id=1, is_host_transfer=true",
+    )
+
+
+EACH = '"{1,2,3}x{0:7}"'  # of three slices of eight devices
+PAIRS = "{{100000,200000},{100001,200001},{100002,200002},{100003,200003}}"
+STEPS = "{{100000->200000},{200000->300000},{300000->300000}}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "op", "group", "received"),
+    [
+        ("ALL_REDUCE", EACH, "all-reduce", 3, 2 * 2 / 3 * 64),
+        ("ALL_GATHER", EACH, "all-gather", 3, 2 * 64),
+        ("REDUCE_SCATTER", EACH, "reduce-scatter", 3, 2 / 3 * 64),
+        ("ALL_TO_ALL", PAIRS, "all-to-all", 2, 32),
+        ("ONE_TO_ONE", STEPS, "collective-permute", 3, 64),
+    ],
+)
+def test_collectives_over_slices(kind, target, op, group, received):
+    moved = wire_bytes(
+        hlo(*to_slices(kind, target)), mesh=AbstractMesh((3, 4, 2), ("hosts", "data", "tp"))
+    )
+    (found,) = moved.collectives
+    assert (found.op, found.group_size, found.name) == (op, group, "psum.1_0")
+    assert found.received_bytes == pytest.approx(received)
+    assert moved.across("hosts").received == pytest.approx(received)
+    assert moved.across("data").received == 0
+    assert wire_bytes(hlo(*to_slices(kind, target))).received == pytest.approx(received)
+
+
+def test_collectives_inside_slices_are_those_of_each():
+    text = hlo(
+        "%y = f32[16]{0} all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add",
+        *to_slices("ALL_REDUCE", '"{1,2}x{0:7}"', operand="%y"),
+    )
+    moved = wire_bytes(text, mesh=AbstractMesh((2, 4, 2), ("hosts", "data", "tp")))
+    assert [each.axes for each in moved.collectives] == [("tp",), ("hosts",)]
+    with pytest.raises(ValueError, match="runs on 8 devices, but mesh has 20"):
+        wire_bytes(text, mesh=AbstractMesh((20,), ("data",)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"), [("BARRIER", EACH), ("ALL_REDUCE", "{}"), ("ALL_REDUCE", STEPS)]
+)
+def test_unknown_ways_to_other_slices_raise(kind, target):
+    with pytest.raises(ValueError, match=r"'s' goes to other slices in a way .* not understood"):
+        wire_bytes(hlo(*to_slices(kind, target)))
+
+
+COUNTED = """%test (p: (s32[], f32[16])) -> pred[] {
+  %p = (s32[], f32[16]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %end = s32[] constant(END)
+  ROOT %less = pred[] compare(%i, %end), direction=LT
+}
+%turn (q: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %q = (s32[], f32[16]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %v = f32[16]{0} get-tuple-element(%q), index=1
+  %one = s32[] constant(STEP)
+  %k = s32[] add(%j, %one)
+  %m = f32[16]{0} all-reduce(%v), replica_groups={}, to_apply=%add
+  ROOT %both = (s32[], f32[16]) tuple(%k, %m)
+}
+"""
+
+
+@pytest.mark.parametrize(("end", "step", "turns"), [(11, 1, 8), (2, 1, 0), (11, 2, None)])
+def test_turns_are_read_from_a_counter(end, step, turns):
+    """XLA:TPU does not write them."""
+    text = hlo(
+        "%c = s32[] constant(3)",
+        "%d = s32[] copy(%c)",
+        "%both0 = (s32[], f32[16]) tuple(%d, %x)",
+        "ROOT %w = (s32[], f32[16]) while(%both0), condition=%test, body=%turn",
+        before=COUNTED.replace("END", str(end)).replace("STEP", str(step)),
+    )
+    if turns is None:
+        with pytest.raises(ValueError, match="a number of times that is not known"):
+            wire_bytes(text)
+    else:
+        assert wire_bytes(text).received == turns * 112
 
 
 def test_user_text_is_not_syntax():

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxsparse.traffic import hlo
+from jaxsparse.traffic import hlo, slices
 from jaxsparse.traffic.report import (
     RECEIVED,
     Collective,
@@ -51,6 +51,9 @@ def wire_bytes(
     combine, split, hoist or drop collectives, and widens some types. On CPU a bf16 collective
     travels as f32 and an int4 one as int8, and is reported so. Communication inside custom calls is
     invisible. Under `jax.vmap` there is no communication.
+
+    XLA:TPU compiles a program for one slice, which sends to others by the runtime's collectives.
+    These count as the others do, with the padding that they have there.
 
     Args:
         program: a `jax.stages.Compiled`, a `jax.stages.Lowered`, a function that `jax.jit`,
@@ -140,29 +143,46 @@ def _read(
 
 
 def _positions(
-    workers: int, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh
-) -> list[int]:
-    """The number of each worker's device in the mesh."""
+    workers: int, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh, is_cut: bool
+) -> list[list[int]]:
+    """The number of each worker's device in the mesh, for each slice that has a program.
+
+    Args:
+        workers: those of a program.
+        program: to know the order of its devices.
+        mesh: the mesh.
+        is_cut: whether the program may be that of one slice among several.
+    """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh={mesh!r} must be a jax.sharding.Mesh or AbstractMesh")
-    if workers != mesh.size:
+    count = mesh.size // workers
+    slice_of = [i // workers for i in range(mesh.size)]
+    if isinstance(mesh, Mesh):
+        found = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+        is_cut |= len({*found}) == count
+        slice_of = found if len({*found}) == count else slice_of
+    if workers != mesh.size and not (is_cut and mesh.size == count * workers):
         raise ValueError(
             f"the program runs on {workers} devices, but mesh has {mesh.size}: compile it with "
             "arguments that are placed on the mesh, or pass the mesh that it runs on"
         )
+    order = list(range(mesh.size))
     shardings = [] if program is None else [program.input_shardings, program.output_shardings]
     for sharding in jax.tree.leaves(shardings) if isinstance(mesh, Mesh) else ():
         # All arrays of a program have their devices in one order, which is that of its workers.
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             number = {device: i for i, device in enumerate(mesh.devices.flat)}
-            order = list(sharding.mesh.devices.flat)
-            if strange := [device for device in order if device not in number]:
+            devices = list(sharding.mesh.devices.flat)
+            if strange := [device for device in devices if device not in number]:
                 raise ValueError(
                     f"the program runs on {strange[0]}, which is not in mesh: pass the mesh that "
                     "it runs on"
                 )
-            return [number[device] for device in order]
-    return list(range(workers))
+            order = [number[device] for device in devices]
+            break
+    if count == 1:
+        return [order]
+    return [[i for i in order if slice_of[i] == each] for each in sorted({*slice_of})]
 
 
 class _Reader:
@@ -183,11 +203,18 @@ class _Reader:
     ):
         self.module = hlo.parse(text)
         self.outside, self.counts = outside, counts
-        self.positions: list[int] = []
+        self.positions: list[list[int]] = []  # by slice
+        self.devices: dict[int, int] = {}  # positions by the numbers of devices
         self.extents: dict[str, int] = {}
         if mesh is not None:
-            self.positions = _positions(self.module.workers, program, mesh)
+            every = (x for c in self.module.computations.values() for x in c.instructions.values())
+            is_cut = any(map(slices.is_over_slices, every))
+            self.positions = _positions(self.module.workers, program, mesh, is_cut)
             self.extents = dict(mesh.shape)
+            for i, places in enumerate(self.positions):
+                self.devices |= {slices.device_of(i, j): at for j, at in enumerate(places)}
+            if is_cut and isinstance(mesh, Mesh):
+                self.devices = {device.id: i for i, device in enumerate(mesh.devices.flat)}
         self.axis_names = tuple(self.extents)
         self.memo: dict[str, WireBytes] = {}
 
@@ -206,6 +233,9 @@ class _Reader:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode.endswith(("-done", "-update")):  # the rest of an asynchronous operation
             return WireBytes()
+        if slices.is_over_slices(instruction):
+            is_sent = opcode == "send"  # and what is received is the rest of it
+            return self.collective(opcode, computation, instruction) if is_sent else WireBytes()
         if opcode in ("send", "recv") and "is_host_transfer=true" not in instruction.structure:
             raise ValueError(
                 f"{opcode} {instruction.name!r}: point-to-point transfers are not understood; "
@@ -225,7 +255,8 @@ class _Reader:
             return WireBytes((whole,), self.axis_names)
         if not self.counts or opcode in _CALLS:
             return every
-        if opcode == "while" and (trips := instruction.trip_count) is not None:
+        trips = computation.trip_count(instruction, self.module) if opcode == "while" else None
+        if trips is not None:
             # The condition runs once more than the body, when it fails.
             return merged([repeated(every, trips), *inside["condition"]], self.axis_names)
         names = ", ".join(repr(c.op_name or c.name) for c in every.collectives)
@@ -240,22 +271,30 @@ class _Reader:
         self, op: str, computation: hlo.Computation, instruction: hlo.Instruction
     ) -> WireBytes:
         """Describes a collective, without operands that are left out."""
-        shapes, op_name = computation.operand_shapes(instruction), instruction.op_name
+        shapes, name = computation.operand_shapes(instruction), instruction.name
+        if is_over_slices := op == "send":
+            op, name, groups = slices.collective_of(instruction)
+            shapes, op_name = shapes[:1], computation.origin(instruction)  # and a token
+        else:
+            groups, op_name = self.module.groups(instruction), instruction.op_name
         if self.outside is not None:
-            named = zip(computation.op_names(instruction), shapes)
-            wanted = [(name, shape) for name, shape in named if self.outside not in name]
+            names = [op_name] if is_over_slices else computation.op_names(instruction)
+            wanted = [(name, x) for name, x in zip(names, shapes) if self.outside not in name]
             if not wanted:
                 return WireBytes()
             if len(wanted) < len(shapes):
                 op_name = "; ".join(dict.fromkeys(name for name, _ in wanted))
                 shapes = tuple(shape for _, shape in wanted)
-        groups = self.module.groups(instruction)
-        if self.extents:
-            groups = [[self.positions[worker] for worker in group] for group in groups]
+        if self.extents and is_over_slices:
+            groups = [[self.devices[device] for device in group] for group in groups]
+        elif self.extents:
+            groups = [
+                [each[worker] for worker in group] for each in self.positions for group in groups
+            ]
         size, payload, received = size_and_bytes(op, groups, [shape.nbytes for shape in shapes])
         found = Collective(
             op=op,
-            name=instruction.name,
+            name=name,
             shapes=tuple(shape.printed for shape in shapes),
             group_size=size,
             payload_bytes=payload,

@@ -21,6 +21,7 @@ import numpy as np
 _COMPUTATION = re.compile(
     r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*\n((?:.*\n)*?)\}\s*(?:,.*)?$", re.MULTILINE
 )
+_ROOT = re.compile(r"^\s+ROOT\s+%?([^\s=]+) = ", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([^\s=]+) = ", re.MULTILINE)
 _TRIP_COUNT = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
@@ -99,9 +100,10 @@ class Instruction:
 
 
 class Computation(NamedTuple):
-    """Instructions by name, in the printed order."""
+    """Instructions by name, in the printed order, and the one whose value it returns."""
 
     instructions: dict[str, Instruction]
+    root: Instruction
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
         """The arrays that `instruction` takes, with tuples flattened."""
@@ -142,6 +144,55 @@ class Computation(NamedTuple):
                 index = int(re.findall(r"\bindex=(\d+)", user.structure)[0])
                 names[index] = user.op_name or names[index]
         return tuple(names)
+
+    def trip_count(self, loop: Instruction, module: Module) -> int | None:
+        """The number of turns of a `while` of this computation, or None if it is not known.
+
+        XLA writes it, but for TPUs. There the bounds of a counter are read: a constant at first,
+        one more in each turn, below a constant.
+        """
+        if loop.trip_count is not None:
+            return loop.trip_count
+        test, body = (module.computations[loop.callees[x][0]] for x in ("condition", "body"))
+        is_below = test.root.opcode == "compare" and "direction=LT" in test.root.structure
+        if not is_below or len(test.root.operands) != 2:
+            return None
+        index = test._element(test.root.operands[0])
+        start, made = self.instructions.get(loop.operands[0]), body.root
+        if index is None or made.opcode != "tuple" or start is None or start.opcode != "tuple":
+            return None
+        step = body.instructions.get(made.operands[index])
+        if step is None or step.opcode != "add" or body._element(step.operands[0]) != index:
+            return None
+        first, end = self._constant(start.operands[index]), test._constant(test.root.operands[1])
+        if body._constant(step.operands[1]) != 1 or first is None or end is None:
+            return None
+        return max(end - first, 0)
+
+    def _element(self, name: str) -> int | None:
+        """Which element of the computation's parameter a value is, or None."""
+        found = self.instructions.get(name)
+        if found is None or found.opcode != "get-tuple-element":
+            return None
+        of = self.instructions.get(found.operands[0])
+        is_parameter = of is not None and of.opcode == "parameter"
+        return int(re.findall(r"\bindex=(\d+)", found.structure)[0]) if is_parameter else None
+
+    def _constant(self, name: str) -> int | None:
+        """The value of an integer that is written in the program, or None."""
+        found = self.instructions.get(name)
+        while found is not None and found.opcode in ("copy", "bitcast"):
+            found = self.instructions.get(found.operands[0])
+        if found is None or found.opcode != "constant":
+            return None
+        return int(found.arguments[0]) if re.fullmatch(r"-?\d+", found.arguments[0]) else None
+
+    def origin(self, instruction: Instruction) -> str:
+        """The JAX name stack of an instruction, or of the nearest one that makes its operand."""
+        found: Instruction | None = instruction
+        while found is not None and not found.op_name:
+            found = self.instructions.get(found.operands[0]) if found.operands else None
+        return found.op_name if found is not None else ""
 
     def _users(self, of: Instruction, opcode: str) -> Iterator[Instruction]:
         every = (each for each in self.instructions.values() if each.opcode == opcode)
@@ -233,7 +284,9 @@ def parse(text: str) -> Module:
         if before.strip():
             raise ValueError(f"cannot read this of HLO computation {name!r}: {before.strip()!r}")
         found = [_instruction(*piece) for piece in zip(pieces[::2], pieces[1::2])]
-        computations[name] = Computation({each.name: each for each in found})
+        by_name = {each.name: each for each in found}
+        root = _ROOT.search(body)
+        computations[name] = Computation(by_name, by_name[root[1]] if root else found[-1])
         entry = name if is_entry else entry
     if not entry:
         raise ValueError(
