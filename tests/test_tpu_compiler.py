@@ -59,8 +59,7 @@ def test_bytes_between_two_slices(name):
     places = devices(num_slices=2).reshape(2, 8)[:, [3, 1, 0, 2, 7, 5, 4, 6]]
     mesh = Mesh(places, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     count = 96 * 1100  # of one device
-    # XLA makes an all-reduce of int4's gather. So it takes a half of the words, and all of them.
-    size = {"dense": 4 * count, "int4": 1.5 * count / 2, "spardl": 8 * count / 100}[name]
+    size = {"dense": 4 * count, "int4": count / 2, "spardl": 8 * count / 100}[name]
     spec = P("fsdp")
     make = {
         "dense": jaxsparse.dense,

@@ -18,6 +18,10 @@ from jaxsparse.comm import compat
 
 T = TypeVar("T")
 
+# Messages of so many elements are gathered in rows of a TPU's lanes. As vectors XLA:TPU may sum
+# them between slices, with zeros for the others': twice the bytes, for two slices.
+_LONG, _LANES = 2**12, 128
+
 
 def axis_size(axis_name: str | None) -> int:
     """The number of workers W along `axis_name`, a Python int at trace time.
@@ -209,11 +213,22 @@ def _from_bits(x: Array, dtype: jnp.dtype) -> Array:
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
+def gathered_size(size: int) -> int:
+    """The number of elements that `all_gather` sends of a vector."""
+    return -(-size // _LANES) * _LANES if size >= _LONG else size
+
+
 def all_gather(x: Array, axis_name: str | None) -> Array:
     """Every worker's `x`, stacked in order of rank: shape (W, *x.shape), replicated."""
     if axis_name is None:
         return x[None]
-    gathered = _from_bits(jax.lax.all_gather(_as_bits(x), axis_name), x.dtype)
+    bits, size = _as_bits(x), gathered_size(x.size)
+    if is_long := x.ndim == 1 and x.size >= _LONG:
+        bits = jnp.pad(bits, (0, size - x.size)).reshape(-1, _LANES)
+    gathered = jax.lax.all_gather(bits, axis_name)
+    if is_long:
+        gathered = gathered.reshape(-1, size)[:, : x.size]
+    gathered = _from_bits(gathered, x.dtype)
     if tracks_replication(axis_name):
         return compat.claim_replicated(gathered, axis_name)
     return gathered
