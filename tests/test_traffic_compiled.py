@@ -524,7 +524,9 @@ COUNTED = """%test (p: (s32[], f32[16])) -> pred[] {
 """
 
 
-@pytest.mark.parametrize(("end", "step", "turns"), [(11, 1, 8), (2, 1, 0), (11, 2, None)])
+@pytest.mark.parametrize(
+    ("end", "step", "turns"), [(11, 1, 8), (2, 1, 0), (12, 2, 5), (11, 0, None)]
+)
 def test_turns_are_read_from_a_counter(end, step, turns):
     """XLA:TPU does not write them."""
     text = hlo(

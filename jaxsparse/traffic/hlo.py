@@ -149,7 +149,7 @@ class Computation(NamedTuple):
         """The number of turns of a `while` of this computation, or None if it is not known.
 
         XLA writes it, but for TPUs. There the bounds of a counter are read: a constant at first,
-        one more in each turn, below a constant.
+        more by a constant in each turn, below a constant.
         """
         if loop.trip_count is not None:
             return loop.trip_count
@@ -165,13 +165,21 @@ class Computation(NamedTuple):
         if step is None or step.opcode != "add" or body._element(step.operands[0]) != index:
             return None
         first, end = self._constant(start.operands[index]), test._constant(test.root.operands[1])
-        if body._constant(step.operands[1]) != 1 or first is None or end is None:
+        more = body._constant(step.operands[1])
+        if more is None or more < 1 or first is None or end is None:
             return None
-        return max(end - first, 0)
+        return max(-(-(end - first) // more), 0)
+
+    def _made(self, name: str) -> Instruction | None:
+        """What makes a value, behind copies."""
+        found = self.instructions.get(name)
+        while found is not None and found.opcode in ("copy", "bitcast"):
+            found = self.instructions.get(found.operands[0])
+        return found
 
     def _element(self, name: str) -> int | None:
         """Which element of the computation's parameter a value is, or None."""
-        found = self.instructions.get(name)
+        found = self._made(name)
         if found is None or found.opcode != "get-tuple-element":
             return None
         of = self.instructions.get(found.operands[0])
@@ -180,9 +188,7 @@ class Computation(NamedTuple):
 
     def _constant(self, name: str) -> int | None:
         """The value of an integer that is written in the program, or None."""
-        found = self.instructions.get(name)
-        while found is not None and found.opcode in ("copy", "bitcast"):
-            found = self.instructions.get(found.operands[0])
+        found = self._made(name)
         if found is None or found.opcode != "constant":
             return None
         return int(found.arguments[0]) if re.fullmatch(r"-?\d+", found.arguments[0]) else None
