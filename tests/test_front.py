@@ -62,6 +62,7 @@ def behind(f, tx):
     return lambda grads: by(tx)(each(f)(grads))
 
 
+TENTH = np.eye(3, dtype=np.float32) + 0.1
 # What is no worker's own any more.
 MIXED = {
     "norm": by(optax.clip_by_global_norm(0.5)),
@@ -140,6 +141,25 @@ MIXED = {
     "sum of segments": each(lambda x: jax.ops.segment_sum(x, jnp.array([0, 0, 1]), WORKERS)),
     "set by an index": each(lambda x: jnp.zeros_like(x).at[jnp.array([1, 2, 0])].set(x)),
     "counted": each(lambda x: x * jnp.bincount((x.ravel() > 0).astype(int), length=2)[1]),
+    "loop over joined rows": each(
+        lambda x: jax.lax.scan(lambda c, v: (0.9 * c + v,) * 2, 0.0, x.ravel())[1].reshape(x.shape)
+    ),
+    "loop over parts of several": each(
+        lambda x: jax.lax.map(jnp.sort, x.reshape(2, -1)).reshape(x.shape)
+    ),
+    "behind an index in vmap": behind(
+        jax.vmap(lambda x: x.at[jnp.argmax(jnp.abs(x).ravel()) % len(x)].set(0.0)),
+        optax.clip_by_global_norm(0.5),
+    ),
+    "behind a solve in vmap": lambda g: by(optax.clip_by_global_norm(0.5))(
+        {**g, "w": jax.vmap(lambda x: jnp.linalg.solve(jnp.eye(5), x))(g["w"])}
+    ),
+    "solve": lambda g: {**g, "w": g["w"].at[:, 0, 0].set(jnp.linalg.solve(TENTH, g["w"][:, 0, 0]))},
+    "conjugate gradients": of_cube(
+        lambda x: (
+            x * jax.scipy.sparse.linalg.cg(lambda u: u + u.sum(), x[:, 0, 0])[0][:, None, None]
+        )
+    ),
     "transposed in a branch": of_cube(
         lambda x: jnp.cumsum(
             jax.lax.cond(x[0, 0, 0] > 0, lambda x: x, lambda x: x.swapaxes(0, 1), x), 0
@@ -152,6 +172,16 @@ MIXED = {
 def test_what_mixes_workers_rows_is_refused_where_it_stands(name):
     with pytest.raises(ValueError, match=r"In front of the exchange, the .* at .*per_worker"):
         exchanged(MIXED[name], traced=lambda step: lambda *a: jax.eval_shape(step, *a))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_norm_behind_micro_batches_at_once_is_refused(parts):
+    def clipped_mean(params, x):
+        found = jax.vmap(lambda part: ROWS(params, part))(x.reshape(parts, -1, 5))
+        return by(optax.clip_by_global_norm(0.5))(jax.tree.map(lambda g: g.mean(0), found))
+
+    with pytest.raises(ValueError, match="In front of the exchange, the"):
+        exchanged(lambda g: g, clipped_mean)
 
 
 def test_rows_along_another_axis_are_refused_where_they_were_moved():
@@ -305,6 +335,11 @@ def clipped(grad):
     return grad / jnp.maximum(1, jnp.linalg.norm(grad.ravel()))
 
 
+def halved(grad):
+    """Until its norm is small."""
+    return jax.lax.while_loop(lambda x: jnp.linalg.norm(x) > 0.5, lambda x: x / 2, grad)
+
+
 def ranked(grad):
     return grad * (jnp.abs(grad) >= jnp.sort(jnp.abs(grad).ravel())[-2])
 
@@ -322,6 +357,11 @@ OWN = {
         clipped,
     ),
     "ranks in vmap": (each(jax.vmap(ranked)), ranked),
+    "halved in map": (each(lambda x: jax.lax.map(halved, x)), lambda x: halved(x)),
+    "chunks in map": (
+        each(lambda x: jax.lax.map(clipped, x.reshape(-1, 4)).reshape(x.shape)),
+        lambda x: jax.vmap(clipped)(x.reshape(-1, 4)).reshape(x.shape),
+    ),
     **{
         f"{name} in vmap": (each(jax.vmap(f)), f)
         for name, f in {
@@ -330,6 +370,9 @@ OWN = {
             "counts": lambda x: x * jnp.bincount((x.ravel() > 0).astype(int), length=2)[1],
             "an index": lambda x: x.at[jnp.argmax(x.ravel()) % len(x)].set(0.0),
             "filter": lambda x: jax.scipy.signal.convolve(x, jnp.ones((3,) * x.ndim), "same"),
+            "triangle": lambda x: jax.scipy.linalg.solve_triangular(
+                jnp.eye(len(x)) + jnp.tril(jnp.ones((len(x), len(x)))), x, lower=True
+            ),
             "kernel": lambda x: jax.scipy.signal.convolve(jnp.ones(x.shape), x, "same"),
         }.items()
     },

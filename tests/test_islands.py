@@ -1289,6 +1289,43 @@ def test_leaving_late_exchanges_all_fragments(fragments, missed, keeps):
     np.testing.assert_array_equal(at_slow.params["layers"], expected)
 
 
+def test_what_is_lost_beside_residuals_is_told_too():
+    """Of uncompressed leaves, where others' residuals are sent again."""
+    step = jax.jit(lambda state, move: (jax.tree.map(lambda x: x + move, state), None))
+    exchange = jaxsparse.top_k(1.0, axis_name=None, is_dense=lambda path, _: path == "['b']")
+    start = lambda: ({"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)},)
+    store, settings = reference.Memory(), {"every": 2, "grace": 0.0, "poll": 0.01}
+    fast, slow = (
+        islands.Islands(step, exchange, optax.sgd(1.0), store, name=name, **settings)
+        for name in ("fast", "slow")
+    )
+    at_fast, at_slow = fast.join(start()), slow.join(start())
+    for _ in range(2):
+        at_fast, _ = fast(at_fast, 0.0)
+    at_slow, _ = slow(at_slow, 1.0)
+    with pytest.warns(UserWarning, match=r"of \[0\] is lost where exchange keeps no residual"):
+        at_slow = slow.leave(at_slow)
+    np.testing.assert_array_equal(at_slow.params["w"], np.ones((8, 4)))
+    np.testing.assert_array_equal(at_slow.params["b"], np.zeros(4))
+
+
+def test_leaving_again_sends_what_the_last_try_could_not():
+    store, step = reference.Memory(), jax.jit(lambda state, move: ((state[0] + move,), None))
+    make = lambda quorum: trainer(
+        store, step=step, exchange=DENSE, optimizer=optax.sgd(1.0), every=4, quorum=quorum,
+        grace=0.1, poll=0.01,
+    )  # fmt: skip
+    lonely = make(2)
+    state = lonely.join((jnp.zeros(8),))
+    for _ in range(3):
+        state, _ = lonely(state, 1.0)
+    with pytest.warns(UserWarning, match="To go on, give that to join"):
+        state = lonely.leave(state, patience=0.1)
+    alone = make(1)
+    state = alone.leave(alone.join(state))
+    np.testing.assert_array_equal(state.params[0], np.full(8, 3.0))
+
+
 def test_a_step_may_donate_its_state():
     def step(state, batch):
         params, count = state

@@ -41,8 +41,8 @@ class Reading(abc.ABC, Generic[T]):
     def join(self, values: Iterable[T]) -> T:
         """What is known of a value that is one of these, or made of them element by element."""
 
-    def sliced(self, value: T) -> T:
-        """What is known of a slice along the first axis."""
+    def sliced(self, value: T, equation: Any) -> T:
+        """What is known, in a scan, of a slice along the first axis."""
         return value
 
     def stacked(self, value: T) -> T:
@@ -81,7 +81,7 @@ class Reading(abc.ABC, Generic[T]):
                 constants, carried = compat.carried_by(equation)
                 rest = constants + carried
                 self.depth += 1
-                given = [*inputs[:rest], *map(self.sliced, inputs[rest:])]
+                given = [*inputs[:rest], *(self.sliced(x, equation) for x in inputs[rest:])]
                 made = self._repeated(programs[0], given, constants, carried, equation)
                 made = [*made[:carried], *map(self.stacked, made[carried:])]
                 self.depth -= 1

@@ -184,6 +184,15 @@ _windowed: _Rule = lambda call: call.if_whole(
     call.params["window_dimensions"][call.axis] == call.params["window_strides"][call.axis] == 1
 )
 _of_matrix: _Rule = lambda call: call.beside(range(len(call.shape))[-2:])
+
+
+def _solved(call: Call) -> int | None:
+    """As `jax.vmap` makes it of one matrix and many right-hand sides, which are columns."""
+    side = len(call.shape) - (1 if call.params["left_side"] else 2)
+    is_column = call.rows[0] is None and call.axis == side
+    return call.axis if is_column else _of_matrix(call)
+
+
 # What combines elements along axes.
 ALONG: dict[str, _Rule] = {
     **{f"reduce_{x}": _reduced for x in ("and", "max", "min", "or", "prod", "sum", "xor")},
@@ -196,7 +205,8 @@ ALONG: dict[str, _Rule] = {
     **{f"reduce_window{x}": _windowed for x in ("", "_max", "_min", "_sum")},
     "sort": lambda call: call.beside([call.params["dimension"]]),
     "top_k": lambda call: call.beside([len(call.shape) - 1]),
-    **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), _of_matrix),
+    **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd"), _of_matrix),
+    "triangular_solve": _solved,
 }
 # What takes operands whose rows are along other axes.
 OF_SEVERAL = {"dot_general", "gather", *(name for name in MOVES if name.startswith("scatter"))}
@@ -218,6 +228,7 @@ class RowsReading(Reading[Known]):
     def __init__(self, only_elements: bool = False) -> None:
         super().__init__()
         self.only_elements = only_elements
+        self._blocks = dict[int, int]()  # of rows that loops go over, by their depth
 
     def join(self, values: Iterable[Known]) -> Known:
         found = {x for x in values if x is not None}
@@ -227,14 +238,22 @@ class RowsReading(Reading[Known]):
             return "code that lays rows along two axes"
         return TRUSTED if len(found) > 1 else next(iter(found), None)
 
-    def sliced(self, value: Known) -> Known:
-        return _shifted(value, -1) if value != RowAxis(0, 1) else RowAxis(_SINGLE, self.depth)
+    def sliced(self, value: Known, equation: Any) -> Known:
+        if not isinstance(value, RowAxis) or value.axis > 0 or value.axis in (TRUSTED[0], _SINGLE):
+            return _shifted(value, -1)
+        if value.axis == _SPREAD:
+            return place_in_source(self.around or equation)
+        self._blocks[self.depth] = value.block
+        return RowAxis(_SINGLE, self.depth)
 
     def stacked(self, value: Known) -> Known:
-        return _shifted(value, 1) if value != RowAxis(_SINGLE, self.depth) else RowAxis(0, 1)
+        if value == RowAxis(_SINGLE, self.depth):
+            return RowAxis(0, self._blocks[self.depth])
+        return _shifted(value, 1)
 
     def carried(self, value: Known, equation: Any) -> Known:
-        is_of_row = value == RowAxis(_SINGLE, self.depth)  # and it meets the other rows
+        # It meets the other rows.
+        is_of_row = equation.primitive.name == "scan" and value == RowAxis(_SINGLE, self.depth)
         return place_in_source(self.around or equation) if is_of_row else value
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
@@ -268,8 +287,8 @@ class RowsReading(Reading[Known]):
             return reshaped(rows, shape, equation.outvars[0].aval.shape)
         rule, is_mapped = MOVES.get(name) or ALONG.get(name), "vmap(" in self.scopes
         if rule is None:
-            is_followed = name not in OTHERS and not any(compat.inner_programs(equation.params))
-            return None if is_followed and not is_mapped else TRUSTED
+            is_other = name in OTHERS or any(compat.inner_programs(equation.params))
+            return TRUSTED if is_mapped or (is_other and name != "custom_linear_solve") else None
         is_known = rows.axis >= 0 and (is_one or name in OF_SEVERAL)
         if not is_known and is_mapped:
             return TRUSTED

@@ -55,7 +55,7 @@ def check_front(updates: Any, params: Any = None) -> None:
     """
     leaves = tree_leaves_with_path(updates)
     equations = compat.made_by([x for _, x in leaves], _is_mark)
-    found = _Front()
+    found = _Front(workers=jnp.shape(leaves[0][1])[0] if leaves else 1)
     known = found.read(equations, {})
     made = {x: equation for equation in equations for x in equation.outvars}
     for path, x in leaves:
@@ -120,19 +120,33 @@ def _is_mark(equation: Any) -> bool:
 class _Front(RowsReading):
     """Where gradients have their rows."""
 
-    def __init__(self, only_elements: bool = False) -> None:
+    def __init__(self, only_elements: bool = False, workers: int = 0) -> None:
         super().__init__(only_elements)
         self.places = list[str]()  # of what mixes, in front of an exchange
+        self._workers = workers
 
     def equation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         scopes = self.scopes + compat.name_stack(equation)
         if meshes.SCOPE in scopes or meshes.OWN_SCOPE in scopes:
             self.places += [x for x in inputs if isinstance(x, str)]
             return [None] * len(equation.outvars)
+        if "vmap(" not in scopes:  # what it makes, and what else is trusted, has rows in front
+            given = zip(inputs, compat.inputs_of(equation))
+            inputs = [_FIRST if x == TRUSTED and self._has_rows(y, 0) else x for x, y in given]
         return super().equation(equation, inputs)
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
-        if _is_mark(equation):
-            is_one = "vmap(" in self.scopes or compat.inputs_of(equation)[0].aval.shape[0] == 1
-            return [TRUSTED if is_one else _FIRST]
-        return super().operation(equation, inputs)
+        if not _is_mark(equation):
+            return super().operation(equation, inputs)
+        (x,) = compat.inputs_of(equation)
+        if "vmap(" not in self.scopes:
+            self._workers = x.aval.shape[0]
+            return [TRUSTED if self._workers == 1 else _FIRST]
+        # Of several micro-batches at once, whose axis is the first one or the second.
+        at = [axis for axis in (0, 1) if self._has_rows(x, axis)]
+        return [RowAxis(at[0], 1) if len(at) == 1 else TRUSTED]
+
+    def _has_rows(self, x: Any, axis: int) -> bool:
+        """Whether an axis is as long as there are workers, if these are several."""
+        shape = x.aval.shape
+        return self._workers > 1 and len(shape) > axis and shape[axis] == self._workers

@@ -98,6 +98,7 @@ class Arithmetic:
         # The step may donate its own state.
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self._widen = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
+        self.has_moved = jax.jit(lambda worker, new: has_moved(params(worker), new))
         # A training state at the global parameters, without numbers that are not finite.
         self.put_back = jax.jit(lambda worker, new: put_back(params, worker, new, jnp.bool_(True)))
         jit = functools.partial(jax.jit, static_argnames="part")
@@ -136,6 +137,12 @@ class Arithmetic:
                 )
         check_optimizer(self._optimizer, outer[0][1], part_of(params, self._places(params)[0]))
         return Shared(params, outer)
+
+    def keeps_all(self, shared: Shared, part: int) -> bool:
+        """Whether all leaves of a fragment have a residual: uncompressed ones have none."""
+        count = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+        whole = part_of(shared.params, self._places(shared.params)[part])
+        return count(shared.outer[part][0].residual) >= count(whole)
 
     def check_optimizer_of(self, saved: Shared) -> None:
         """Raises ValueError if a saved state is that of another optimizer."""
@@ -343,6 +350,12 @@ def has_residual(shared: Shared, parts: Iterable[int] | None = None) -> bool:
     """
     parts = range(len(shared.outer)) if parts is None else parts
     return any(shared.outer[part][0].residual for part in parts)
+
+
+def has_moved(params: Any, new: Any) -> Bool[Array, ""]:
+    """Whether an island's own parameters are others than the global ones, in their dtypes."""
+    each = zip(jax.tree.leaves(params), jax.tree.leaves(new))
+    return jnp.stack([jnp.any(own != x.astype(own.dtype)) for own, x in each]).any()
 
 
 def _with(outer: tuple[Any, ...], part: int, one: Any) -> tuple[Any, ...]:

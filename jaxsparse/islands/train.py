@@ -316,8 +316,8 @@ class Islands:
         A message that others have not waited for is sent again. If there is no decision in time,
         because others are still in their steps or fewer than `quorum` islands are left, it warns,
         and the returned state still owes what it moved. What it has sent counts all the same, if
-        others decide on that round later. It also warns of moves that came late and are lost,
-        because `exchange` keeps no residual.
+        others decide on that round later. It also warns of moves that came late and are lost, where
+        `exchange` keeps no residual.
 
         Args:
             state: from the last call.
@@ -334,20 +334,27 @@ class Islands:
                 return self._patience
             return max(0.0, began + patience - time.monotonic())
 
+        # Without steps, all fragments but the last one have moves. So has the state of a life that
+        # ended in an exchange.
+        part, parts, is_owed = self._member.rounds.part, self._fragments, state.steps > 0
+        if self._running is None and not is_owed:
+            is_owed = bool(self._member.arithmetic.has_moved(state.worker, state.params))
         state = self._finish(state, left())
-        part, parts = self._member.rounds.part, self._fragments
-        # Without steps, all fragments but the last one have moves.
-        owed, lost = set(range(parts)) if state.steps or parts > 1 else set(), set[int]()
+        owed = set(range(parts)) if is_owed or state.steps or parts > 1 else set()
+        lost = set[int]()
         for _ in range(3 * parts):  # others may be faster each time
             if not owed or self._running is not None:
                 break
             round = state.round
             state = self._finish(self._begin(state), left())
             reports = [each for each in self._member.reports if each.round >= round]
+            shared, one = Shared(state.params, state.outer), part(round)
+            is_late = any(each.round == round and not each.counted for each in reports)
+            if is_late and not self._member.arithmetic.keeps_all(shared, one):
+                lost.add(one)
             owed -= {part(each.round) for each in reports if each.counted}
-            keeps = has_residual(Shared(state.params, state.outer), [part(round)])
-            if self._running is None and part(round) in owed and not keeps:
-                owed, lost = owed - {part(round)}, lost | {part(round)}
+            if self._running is None and not has_residual(shared, [one]):
+                owed.discard(one)
         if patience is None and self._running is not None and lead(self._running.is_silent):
             state = self._finish(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
@@ -365,8 +372,8 @@ class Islands:
             warnings.warn(
                 f"{self._member.name} leaves in round {state.round}, and others decided without "
                 f"its messages: of {parts} fragments, what it moved of {sorted(owed)} is in its "
-                f"own state alone, and what it moved of {sorted(lost)} is lost, because exchange "
-                "keeps no residual",
+                f"own state alone, and what it moved of {sorted(lost)} is lost where exchange "
+                "keeps no residual, as of uncompressed leaves",
                 stacklevel=2,
             )
         lead(self._await_snapshot, left())
