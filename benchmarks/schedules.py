@@ -62,8 +62,10 @@ def mesh_of(hosts: int, devices: int) -> Mesh:
     found = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=H100, topology=f"{hosts}x1x{devices}"
     )
-    every = np.array(found.devices).reshape(hosts, devices)
-    return Mesh(every, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    axis_types = (AxisType.Auto,) * 2
+    return Mesh(
+        np.array(found.devices).reshape(hosts, devices), ("data", "fsdp"), axis_types=axis_types
+    )
 
 
 def compiled(
