@@ -592,8 +592,7 @@ class _Ranks(Reading[int]):
                 made |= 0 if made & _OWN else _RANKED
                 self._picks(equation, inputs if name in _DIVIDING else ())
             else:
-                made = made & _OWN if name.startswith("all_gather") else 0
-                made |= _EQUAL
+                made = _EQUAL
         elif name == "axis_index" and is_over:
             made = _RANKED
         elif name in compat.KERNELS | OTHERS:
