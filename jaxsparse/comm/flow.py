@@ -61,8 +61,8 @@ class Reading(abc.ABC, Generic[T]):
         for equation in equations:
             inputs = [self.of(known, x) for x in compat.inputs_of(equation)]
             known.update(zip(equation.outvars, self.equation(equation, inputs)))
-            written = self.join(inputs)
-            known.update((x, written) for x in compat.inputs_of(equation) if compat.is_reference(x))
+            written = [x for x in compat.inputs_of(equation) if compat.is_reference(x)]
+            known.update(dict.fromkeys(written, self.join(inputs)) if written else {})
         return known
 
     def of(self, known: dict[Any, T], x: Any) -> T:

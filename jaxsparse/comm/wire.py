@@ -222,13 +222,10 @@ def all_gather(x: Array, axis_name: str | None) -> Array:
     """Every worker's `x`, stacked in order of rank: shape (W, *x.shape), replicated."""
     if axis_name is None:
         return x[None]
-    bits, size = _as_bits(x), gathered_size(x.size)
-    if is_long := x.ndim == 1 and x.size >= _LONG:
-        bits = jnp.pad(bits, (0, size - x.size)).reshape(-1, _LANES)
-    gathered = jax.lax.all_gather(bits, axis_name)
-    if is_long:
-        gathered = gathered.reshape(-1, size)[:, : x.size]
-    gathered = _from_bits(gathered, x.dtype)
+    if x.ndim == 1 and x.size >= _LONG:
+        rows = jnp.pad(x, (0, gathered_size(x.size) - x.size)).reshape(-1, _LANES)
+        return all_gather(rows, axis_name).reshape(-1, rows.size)[:, : x.size]
+    gathered = _from_bits(jax.lax.all_gather(_as_bits(x), axis_name), x.dtype)
     if tracks_replication(axis_name):
         return compat.claim_replicated(gathered, axis_name)
     return gathered

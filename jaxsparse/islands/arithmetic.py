@@ -98,7 +98,7 @@ class Arithmetic:
         # The step may donate its own state.
         self.copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self._widen = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
-        self.has_moved = jax.jit(lambda worker, new: has_moved(params(worker), new))
+        self.has_moved = jax.jit(lambda worker, new: has_moved(new, params(worker)))
         # A training state at the global parameters, without numbers that are not finite.
         self.put_back = jax.jit(lambda worker, new: put_back(params, worker, new, jnp.bool_(True)))
         jit = functools.partial(jax.jit, static_argnames="part")
@@ -352,10 +352,10 @@ def has_residual(shared: Shared, parts: Iterable[int] | None = None) -> bool:
     return any(shared.outer[part][0].residual for part in parts)
 
 
-def has_moved(params: Any, new: Any) -> Bool[Array, ""]:
-    """Whether an island's own parameters are others than the global ones, in their dtypes."""
-    each = zip(jax.tree.leaves(params), jax.tree.leaves(new))
-    return jnp.stack([jnp.any(own != x.astype(own.dtype)) for own, x in each]).any()
+def has_moved(params: Any, own: Any) -> Bool[Array, ""]:
+    """Whether an island's own parameters are others than the global ones."""
+    moved = jax.tree.leaves(displacement(params, own))
+    return jnp.stack([jnp.bool_(False), *(jnp.any(x != 0) for x in moved)]).any()
 
 
 def _with(outer: tuple[Any, ...], part: int, one: Any) -> tuple[Any, ...]:

@@ -100,7 +100,7 @@ class Store:
             if not self.url:  # it would be the working directory
                 raise ValueError('it is empty: give a folder, "memory://" or "s3://bucket/run-7"')
             if self.url.startswith("memory://") and self.url != "memory://":
-                raise ValueError('give "memory://", of which each store is one of its own')
+                raise ValueError('a store in memory has no name: give "memory://"')
             if self.url == "memory://":
                 self._store: Any = stores.MemoryStore()
             elif "://" not in self.url:

@@ -151,38 +151,35 @@ def _positions(
         workers: those of a program.
         program: to know the order of its devices.
         mesh: the mesh.
-        is_cut: whether the program may be that of one slice among several.
+        is_cut: whether the program sends to other slices. If not, it may still be that of one among
+            several, where its arrays lie on more devices.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh={mesh!r} must be a jax.sharding.Mesh or AbstractMesh")
+    each = [] if program is None else [program.input_shardings, program.output_shardings]
+    shardings = [x for x in jax.tree.leaves(each) if isinstance(x, NamedSharding)]
+    is_cut |= any(len(x.device_set) == mesh.size for x in shardings)
     count = mesh.size // workers
-    slice_of = [i // workers for i in range(mesh.size)]
-    if isinstance(mesh, Mesh):
-        found = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
-        is_cut |= len({*found}) == count
-        slice_of = found if len({*found}) == count else slice_of
-    if workers != mesh.size and not (is_cut and mesh.size == count * workers):
+    if mesh.size != count * workers or not (is_cut or count == 1):
         raise ValueError(
             f"the program runs on {workers} devices, but mesh has {mesh.size}: compile it with "
             "arguments that are placed on the mesh, or pass the mesh that it runs on"
         )
-    order = list(range(mesh.size))
-    shardings = [] if program is None else [program.input_shardings, program.output_shardings]
-    for sharding in jax.tree.leaves(shardings) if isinstance(mesh, Mesh) else ():
+    order, slices_of = [*range(mesh.size)], [i // workers for i in range(mesh.size)]
+    if isinstance(mesh, Mesh):
+        number = {device: i for i, device in enumerate(mesh.devices.flat)}
+        found = [getattr(device, "slice_index", 0) for device in number]
+        slices_of = found if len({*found}) == count else slices_of
         # All arrays of a program have their devices in one order, which is that of its workers.
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            number = {device: i for i, device in enumerate(mesh.devices.flat)}
-            devices = list(sharding.mesh.devices.flat)
+        if meshes := [x.mesh for x in shardings if isinstance(x.mesh, Mesh)]:
+            devices = list(meshes[0].devices.flat)
             if strange := [device for device in devices if device not in number]:
                 raise ValueError(
                     f"the program runs on {strange[0]}, which is not in mesh: pass the mesh that "
                     "it runs on"
                 )
             order = [number[device] for device in devices]
-            break
-    if count == 1:
-        return [order]
-    return [[i for i in order if slice_of[i] == each] for each in sorted({*slice_of})]
+    return [[i for i in order if slices_of[i] == each] for each in sorted({*slices_of})]
 
 
 class _Reader:
@@ -213,8 +210,8 @@ class _Reader:
             self.extents = dict(mesh.shape)
             for i, places in enumerate(self.positions):
                 self.devices |= {slices.device_of(i, j): at for j, at in enumerate(places)}
-            if is_cut and isinstance(mesh, Mesh):
-                self.devices = {device.id: i for i, device in enumerate(mesh.devices.flat)}
+            if isinstance(mesh, Mesh):  # whose order in a slice may be another one
+                self.devices |= {device.id: i for i, device in enumerate(mesh.devices.flat)}
         self.axis_names = tuple(self.extents)
         self.memo: dict[str, WireBytes] = {}
 
