@@ -24,7 +24,7 @@ from jaxsparse.comm.shards import Plain, whole_leaves
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback.front import marked
-from jaxsparse.training import named_axes, one_worker
+from jaxsparse.training import named_axes, one_worker, ranks
 from jaxsparse.training.batches import (
     check_argnums,
     check_closed_over,
@@ -262,7 +262,7 @@ def on_workers(
         check(program.jaxpr)
         if count > 1:  # else nothing is cut
             is_own = is_split if has_own_branches else of_batch
-            named_axes.check_branches(program.jaxpr, is_own, axis_name)
+            ranks.check_branches(program.jaxpr, is_own, axis_name)
             again = functools.partial(trace, flat)
             named_axes.check_named(program.jaxpr, of_batch, axis_name, count, types, again)
         return program, tree

@@ -6,28 +6,22 @@ the same if what was cut are rows of the batch, in their order. So the program i
 batch to each `jax.shard_map`, and what is not known to be right is refused.
 """
 
-import functools
 import itertools
-import operator
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxsparse.comm import compat, shard_maps
-from jaxsparse.comm.flow import Reading
 from jaxsparse.feedback.axes import (
     ELEMENTWISE,
-    OTHERS,
     TRUSTED,
     Known,
     RowAxis,
     RowsReading,
     place_in_source,
 )
+from jaxsparse.training import ranks
 
 
 class _Alike(NamedTuple):
@@ -85,10 +79,9 @@ def check_named(
                 "(jax.custom_batching) would be given all workers' rows, and a jax.shard_map in it "
                 f"uses the workers' axis {axis_name!r}: put the rule into the body, or leave it out"
             )
-    ranks = _Ranks.in_program(program, of_batch, axis_name)
-    if not ranks.picked | ranks.weighed and not any(
-        c.is_named or _use(c, axis_name) == _RANK for c in calls
-    ):
+    found = ranks.Ranks.in_program(program, of_batch, axis_name)
+    is_ranked = any(c.is_named or _use(c, axis_name) == _RANK for c in calls)
+    if not (is_ranked or found.picked or found.weighed):
         return
     growing, few = set[int](), dict[int, Any]()
     if any(of_batch):
@@ -111,10 +104,9 @@ def check_named(
             own = program
         _pair(own, program, few)
         growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m)), workers)}
-        ranks = _Ranks.in_program(program, of_batch, axis_name)
+        found = ranks.Ranks.in_program(program, of_batch, axis_name)
     places = {mark.params["call"].number: mark.params["call"].place for mark in _marks(program)}
-    place = lambda number: places.get(number, "unknown place")
-    reading = _RowsOfBatch(axis_name, growing, few, ranks, place)
+    reading = _RowsOfBatch(axis_name, growing, few, found, places)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
     reading.refuse_unread(e for e, _ in compat.scoped(program))
     if reading.refusals:
@@ -209,11 +201,8 @@ def _use(call: Any, axis_name: str) -> str:
         if named and before and named != axes:
             return _INNER
         names |= {equation.primitive.name} if named else set()
-    if "axis_index" in names:
-        ranks = _Ranks(axis_name)
-        made = ranks.program(call.body.jaxpr, [_EQUAL] * len(call.takes))
-        if not ranks.is_used and not ranks.join(made) & _RANKED:  # but for keys
-            names = names - {"axis_index"} | {"psum"}
+    if "axis_index" in names and not ranks.uses_number(call.body.jaxpr, axis_name):
+        names = names - {"axis_index"} | {"psum"}
     if names - _SUMMED:
         return _RANK
     return _SUMS if names else _NONE
@@ -231,15 +220,15 @@ class _RowsOfBatch(RowsReading):
         axis_name: str,
         growing: set[int],
         few: dict[int, Any],
-        ranks: "_Ranks",
-        place: Callable[[int], str],
+        found: ranks.Ranks,
+        places: dict[int, str],
     ) -> None:
         super().__init__()
         self._few = few  # equations of one worker's rows, by those of all
         self.refusals = list[str]()
         self._axis_name, self._growing = axis_name, growing
         self._taken = dict[Any, dict[int, tuple[Any, Found]]]()  # by call, and number
-        self._ranks, self._place = ranks, place  # what picks, and the places of bodies
+        self._ranks, self._places = found, places  # what picks, and where bodies are, by number
         self._results = dict[Any, Found]()  # of functions with a derivative of their own
         self._read = set[int]()  # marks, by id
         self._is_silent = False  # what JAX made of a `shard_map` was judged as it was written
@@ -269,30 +258,34 @@ class _RowsOfBatch(RowsReading):
 
     def equation(self, equation: Any, inputs: list[Any]) -> list[Any]:
         made = super().equation(equation, inputs)
-        number = self._ranks.picked.get(id(equation))
-        scopes = f"{self.scopes}/{compat.name_stack(equation)}"
-        if is_tangent := number is not None and _is_tangent(scopes):
-            fix = "Whether these are of rows can't be told: write the rule with jax.custom_vjp"
-        elif _is_own(scopes):
-            fix = "It has this worker's rows alone, whole: name the axis in in_specs, or take all"
-            is_rule = "backward" in {kind for kind, _ in _RULE.findall(scopes)}
-            if is_rule and not any(
-                isinstance(x, RowAxis | str) for x in _split(equation, inputs)[0]
-            ):
-                number = None  # a cotangent of weights
-            if number is None and self._is_weighed(equation, inputs):
-                number = self._ranks.weighed[id(equation)][0]
-        else:
-            number = None
-        if number is not None:
-            of = "tangents in a rule of jax.custom_jvp" if is_tangent else "one worker's rows"
+        if (found := self._picked(equation, inputs)) is not None:
+            number, of, fix = found
+            place = self._places.get(number, "unknown place")
             self.refusals.append(
                 f"{place_in_source(self.around or equation)} takes a part of {of} by the worker's "
                 "number, masks or weighs them, or picks by it what runs on them, in the "
-                f"jax.shard_map at {self._place(number)}, whose specs do not name the workers' "
-                f"axis {self._axis_name!r}. {fix}"
+                f"jax.shard_map at {place}, whose specs do not name the workers' axis "
+                f"{self._axis_name!r}. {fix}"
             )
         return made
+
+    def _picked(self, equation: Any, inputs: list[Any]) -> tuple[int, str, str] | None:
+        """Of which body an operation picks by the worker's number, what of, and what to write."""
+        scopes = f"{self.scopes}/{compat.name_stack(equation)}"
+        number = self._ranks.picked.get(id(equation))
+        if number is not None and ranks.is_tangent(scopes):
+            fix = "Whether these are of rows can't be told: write the rule with jax.custom_vjp"
+            return number, "tangents in a rule of jax.custom_jvp", fix
+        if not ranks.is_judged(scopes):
+            return None
+        data, _ = ranks.split(equation, inputs)
+        is_rule = "backward" in {kind for kind, _ in ranks.RULE.findall(scopes)}
+        if is_rule and not any(isinstance(x, RowAxis | str) for x in data):
+            number = None  # a cotangent of weights
+        if number is None and self._is_weighed(equation, inputs):
+            number, _ = self._ranks.weighed[id(equation)]
+        fix = "It has this worker's rows alone, whole: name the axis in in_specs, or take all"
+        return None if number is None else (number, "one worker's rows", fix)
 
     def _is_weighed(self, equation: Any, inputs: list[Any]) -> bool:
         """Whether what is made of weights and the worker's number is another one for each row."""
@@ -360,7 +353,7 @@ class _RowsOfBatch(RowsReading):
         """Judges what a `shard_map` takes and makes, as far as its specs name the axis."""
         params = mark.params
         call, number = params["call"], params["number"]
-        is_judged = not self._is_silent and _is_own(self.scopes)
+        is_judged = not self._is_silent and ranks.is_judged(self.scopes)
         self._read.add(id(mark))
         if params["verb"] == "returns":
             is_rank = call.is_named and _use(call, self._axis_name) in (_RANK, _INNER)
@@ -512,147 +505,12 @@ def _regrouped(rows: Known, shape: tuple[int, ...], growing: list[int]) -> RowAx
     return RowAxis(last, 1, order) if growing == [last] else None
 
 
-# What a value is made of, as bits: what is equal on all workers, as weights are; a worker's rows,
-# or what is drawn from keys of its own; its number; and that this was compared, as for a mask.
-# Constants have none.
-_EQUAL, _OWN, _RANKED, _COMPARED = 1, 2, 4, 8
-
-
-class _Ranks(Reading[int]):
-    """Finds what picks by the worker's number, and what workers would not all take part in.
-
-    A body whose specs do not name the axis has all workers' rows under `jax.jit`, on each device.
-    So what picks others of them on each device is no worker's own. Factors may be made of the
-    number, and weights be picked by it, if they are the same for all rows.
-
-    Attributes:
-        picked: what masks rows, or what is made of them, by the number, indexes, sorts or splits
-            them by it, or runs a branch, a loop or a kernel by it, in such bodies. By the id, it is
-            the body's number.
-        weighed: what combines them with factors or weights that depend on it, its body's number,
-            and of which of its operands, and whether these are factors.
-        alone: branches and loops that communicate, where workers may differ in what they take, and
-            their places.
-        is_used: whether the number is used at all, but for keys of random numbers.
-    """
-
-    nothing = 0
-
-    def __init__(self, axis_name: str) -> None:
-        super().__init__()
-        self.picked, self.is_used = dict[int, int](), False
-        self.alone = list[tuple[str, str]]()
-        self.weighed = dict[int, tuple[int, dict[int, bool]]]()
-        self._axis_name = axis_name
-
-    @classmethod
-    def in_program(cls, program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> "_Ranks":
-        found = cls(axis_name)
-        found.program(program, [_OWN if yes else _EQUAL for yes in is_own])
-        return found
-
-    def join(self, values: Iterable[int]) -> int:
-        return functools.reduce(operator.or_, values, 0)
-
-    def decided(self, equation: Any, by: int, inputs: list[int]) -> None:
-        programs = [*compat.inner_programs(equation.params)]
-        is_own = by & (_OWN | _RANKED)
-        if is_own and any(shard_maps.communicates(inner, self._axis_name) for inner in programs):
-            inside = (e for inner in programs for e, _ in compat.scoped(inner))
-            every = filter(None, (equation, self.around, *inside))
-            where = next((e for e in every if compat.frames_of(e)[0]), equation)
-            self.alone.append((equation.primitive.name, compat.place_of(where)))
-        if _is_picked(by):
-            self._picks(equation, inputs)
-
-    def _body(self) -> int | None:
-        """The number of the body that an operation is in, if its specs do not name the axis."""
-        found = _WHOLE.findall(self.scopes)
-        return int(found[-1]) if found and shard_maps.CUT not in self.scopes else None
-
-    def _picks(self, equation: Any, of: Sequence[int]) -> None:
-        number, kinds = self._body(), _OWN | (_EQUAL if _is_tangent(self.scopes) else 0)
-        # One worker alone may print.
-        if number is not None and equation.outvars and self.join(of) & kinds:
-            self.picked[id(equation)] = number
-
-    def operation(self, equation: Any, inputs: list[int]) -> list[int]:
-        name, params = equation.primitive.name, equation.params
-        if name == "shard_map":
-            return self.program(params["jaxpr"], inputs)
-        made_of = [x.aval for x in equation.outvars]
-        is_over = self._axis_name in compat.axes_of(params)
-        made, indices = self.join(inputs), _split(equation, inputs)[1]
-        is_key = name.startswith(_DRAWN) or any(
-            jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in made_of
-        )
-        programs = [*compat.inner_programs(params)]
-        if is_over and name in compat.OPCODES:
-            if name in compat.MOVING or params.get("axis_index_groups") is not None:
-                made |= 0 if made & _OWN else _RANKED
-                self._picks(equation, inputs if name in _DIVIDING else ())
-            else:
-                made = _EQUAL
-        elif name == "axis_index" and is_over:
-            made = _RANKED
-        elif name in compat.KERNELS | OTHERS:
-            of_kernel = [e for inner in programs for e, _ in compat.scoped(inner)]
-            is_over |= any(self._axis_name in compat.axes_of(e.params) for e in of_kernel)
-            made |= _RANKED if is_over else 0
-            self._picks(equation, inputs if is_over or any(map(_is_picked, inputs)) else ())
-        elif programs:  # that of a linear solve, and of what is not known
-            for inner in programs:
-                made |= self.join(self.program(inner, [made] * len(inner.invars)))
-        picked = [i for i, x in enumerate(inputs) if _is_picked(x)]
-        is_mask = any(inputs[i] & (_COMPARED | _EQUAL) == _COMPARED for i in picked)
-        is_one_by_one = name in ELEMENTWISE | {"dot_general"} or compat.is_elementwise(equation)
-        by = {"select_n": inputs[:1], "sort": inputs}.get(name, indices)
-        if picked and not is_key:
-            if is_mask or any(map(_is_picked, by)):
-                self._picks(equation, inputs)
-            elif is_one_by_one and made & _OWN and (number := self._body()) is not None:
-                self.weighed[id(equation)] = number, {i: not inputs[i] & _EQUAL for i in picked}
-        if name in _COMPARISONS and _is_picked(made):
-            made |= _COMPARED
-        # A whole number may become a key's, as step * W + rank. Behind a clamp it picks a branch.
-        is_number = name != "clamp" and all(
-            x.shape == () and jnp.issubdtype(x.dtype, jnp.integer) for x in made_of
-        )
-        self.is_used |= bool(self.join(inputs) & _RANKED) and not is_key and not is_number
-        if is_key and made & _RANKED:
-            made = _OWN
-        return [made] * len(equation.outvars)
-
-
-def _is_picked(bits: int) -> bool:
-    """Whether a value is made of the worker's number, and of nothing else of its own."""
-    return bool(bits & _RANKED) and not bits & _OWN
-
-
-def _split(equation: Any, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
-    """What is known of an operation's operands, apart from indices, and of these."""
-    name = equation.primitive.name
-    if name.startswith("scatter"):
-        return [inputs[0], inputs[2]], inputs[1:2]
-    first = _OPERANDS.get(name, len(inputs))
-    return inputs[:first], inputs[first:]
-
-
-# How many operands stand in front of indices, or of sizes of groups.
-_OPERANDS = {"dynamic_slice": 1, "gather": 1, "dynamic_update_slice": 2, "ragged_dot_general": 2}
-_WHOLE = re.compile(shard_maps.WHOLE + r"_(\d+)")
-_DRAWN = ("random_", "threefry")
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-# Collectives that give each worker a part of an array.
-_DIVIDING = compat.MOVING - {"ppermute"}
-
-
 def _alike(equation: Any, inputs: list[Any], made: tuple[int, ...]) -> Found:
     """Along which axes a value that holds nothing of a batch is equal, or drawn."""
     name, every = equation.primitive.name, frozenset(range(len(made)))
     shapes = [x.aval.shape for x in compat.inputs_of(equation)]
     own = [x.axes if isinstance(x, _Alike) else frozenset[int]() for x in inputs]
-    if name.startswith(_DRAWN):
+    if name.startswith(ranks.DRAWN):
         return _Alike(every)
     if name == "iota":
         return _Alike(every - {equation.params["dimension"]})
@@ -700,36 +558,6 @@ def check_explicit(program: Jaxpr, axis_name: str) -> None:
             )
 
 
-def check_branches(program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> None:
-    """Raises ValueError if some workers alone may run a branch or a loop that communicates.
-
-    Where a device runs one of the branches, they would wait for the others. Where `jax.vmap` runs
-    all, those that JAX differentiates are given cotangents of workers that took another one.
-    """
-    for name, place in _Ranks.in_program(program, is_own, axis_name).alone:
-        raise ValueError(
-            f"the {name} at {place} communicates over the workers' axis {axis_name!r}, and its "
-            "condition is a worker's own: workers that take other branches would wait for ever, or "
-            "have gradients of others' branches. Call what communicates (jaxsparse.gather) in "
-            "front, use jnp.where, or a condition that is equal on all workers, as jax.lax.pmax "
-            "gives"
-        )
-
-
-_RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward|tangent)_(\d+)")
-
-
-def _is_own(scopes: str) -> bool:
-    """Whether code is to be judged: a backward pass takes again what was, but for rules in it."""
-    is_rule = any(kind != "tangent" for kind, _ in _RULE.findall(scopes))
-    return is_rule or "transpose(jvp(" not in scopes
-
-
-def _is_tangent(scopes: str) -> bool:
-    """Whether code is that of a rule of `jax.custom_jvp`, in a backward pass."""
-    return bool(_RULE.search(scopes)) and not _is_own(scopes)
-
-
 def check_sums(program: Jaxpr, axis_name: str) -> None:
     """Raises ValueError if of a custom derivative and its function one alone communicates.
 
@@ -759,7 +587,7 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
             )
         is_over = axis_name in compat.axes_of(equation.params)
         transposed = scopes.count("transpose(")
-        for kind, call in _RULE.findall(scopes):
+        for kind, call in ranks.RULE.findall(scopes):
             found = {"forward": forward, "backward": backward}.get(kind)
             if kind == "backward":
                 derived.add(call)
