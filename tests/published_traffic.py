@@ -15,7 +15,6 @@ from jaxsparse import codecs
 from jaxsparse.arrays import bits, blocks
 from jaxsparse.collectives import sparcml
 from jaxsparse.collectives.messages import MessageFormat
-from jaxsparse.comm.wire import gathered_size as sent
 
 # Imported as a module: the package has a function of the same name.
 union = importlib.import_module("jaxsparse.collectives.union")
@@ -63,7 +62,7 @@ def split_allgather_traffic(k, size, workers, codec=codecs.COO, capacity=None, u
         k, size, workers, "sum", jnp.float32, codec, capacity, union_capacity
     )
     is_bounded = capacity is not None or is_cut
-    words = (workers - 1) * (first.words + sent(second.words + is_bounded))
+    words = (workers - 1) * (first.words + second.words + is_bounded)
     return Traffic(workers - 1 + (workers - 1).bit_length(), words)
 
 
@@ -74,23 +73,21 @@ def dsar_split_allgather_traffic(k, size, workers, codec=codecs.COO, capacity=No
     """
     first = sparcml.split_format(k, size, workers, "sum", jnp.float32, codec, capacity)
     second = first.size if quantizer is None else quantizer.words(first.size)
-    words = (workers - 1) * (first.words + sent(second + (capacity is not None)))
+    words = (workers - 1) * (first.words + second + (capacity is not None))
     return Traffic(workers - 1 + (workers - 1).bit_length(), words)
 
 
 def all_gather_sum_traffic(k, size, workers, codec=codecs.COO):
     """ceil(log2 W) rounds, (W - 1) 2k words in COO."""
     message_format = MessageFormat(size, k, "sum", jnp.float32, codec)
-    return Traffic((workers - 1).bit_length(), (workers - 1) * sent(message_format.words))
+    return Traffic((workers - 1).bit_length(), (workers - 1) * message_format.words)
 
 
 def sparse_ring_traffic(k, size, workers, codec=codecs.COO, capacity=None):
     """2 (W - 1) rounds. Words are those of full messages."""
     formats = sparcml._formats(k, size, workers, "sum", jnp.float32, codec, capacity)
     last = formats[-1].words + (capacity is not None)
-    words = sum(message_format.words for message_format in formats[:-1]) + (workers - 1) * sent(
-        last
-    )
+    words = sum(message_format.words for message_format in formats[:-1]) + (workers - 1) * last
     return Traffic(2 * (workers - 1), words)
 
 
@@ -100,7 +97,7 @@ def quantized_all_reduce_traffic(size, workers, quantizer):
     That is 2 (W - 1) / W of a vector's words. Whole groups in a range may be a 64th more.
     """
     m = range_size(size, workers, quantizer.group_size)
-    words = 0 if workers == 1 else (workers - 1) * (quantizer.words(m) + sent(quantizer.words(m)))
+    words = 0 if workers == 1 else 2 * (workers - 1) * quantizer.words(m)
     return Traffic(workers - 1 + (workers - 1).bit_length(), words)
 
 
@@ -112,9 +109,8 @@ def union_traffic(blocks, workers):
     words = bits.words(blocks)
     gather = (workers - 1).bit_length()
     if union._is_gathered_whole(words, workers):
-        return Traffic(gather, (workers - 1) * sent(words))
-    part = -(-words // workers)
-    return Traffic(workers - 1 + gather, (workers - 1) * (part + sent(part)))
+        return Traffic(gather, (workers - 1) * words)
+    return Traffic(workers - 1 + gather, 2 * (workers - 1) * -(-words // workers))
 
 
 def omni_reduce_traffic(reducer, size, workers):
@@ -130,7 +126,7 @@ def block_gather_traffic(reducer, size, workers):
     """ceil(log2 W) rounds, and (W - 1) messages."""
     if reducer._is_dense(size, workers):
         return dense_traffic(size, workers)
-    return Traffic((workers - 1).bit_length(), (workers - 1) * sent(reducer._words(size)))
+    return Traffic((workers - 1).bit_length(), (workers - 1) * reducer._words(size))
 
 
 def s2_traffic(reducer, size, workers):

@@ -184,10 +184,10 @@ class SparCML(SeededReducer):
         counts = len(held) + 1  # what each stage needs, and what found no room
         doubled = [words(union(n), size) + counts for n in held]
         first = words(self.capacity(size, W), m)
-        second = wire.gathered_size(words(-(-union(W) // W), m) + 2)
+        second = words(-(-union(W) // W), m) + 2
         gather = rounds("all-gather", W)
         return {
-            "all_gather": (gather, 4 * (W - 1) * wire.gathered_size(words(k, size))),
+            "all_gather": (gather, 4 * (W - 1) * words(k, size)),
             "recursive_double": (len(doubled), 4 * sum(doubled)),
             "split_allgather": (2 * gather, 4 * (W - 1) * (first + second)),
         }

@@ -64,7 +64,7 @@ def traced_bytes(
     >>> from jaxsparse.reducers import TopK
     >>> moved = traced_bytes(TopK(density=0.01), 1_000_000, workers=1024)
     >>> moved.payload, moved.received
-    (80384, 82232832)
+    (80000, 81840000)
     """
     given = workers if isinstance(workers, Mapping) else {axis_name: workers}
     extents = {axis: static_count("workers", extent) for axis, extent in given.items()}
