@@ -935,6 +935,10 @@ PICKED = {  # what picks some of a worker's rows by its number
         h.reshape(4, -1)
         * lax.switch(rank_of(), [lambda i=i: jnp.eye(4)[i] for i in range(4)])[:, None]
     ),
+    "switch of constants for parts": lambda h: (
+        h[:, 0].reshape(2, -1)
+        * lax.switch(rank_of(), [lambda i=i: jnp.eye(2)[i % 2] for i in range(4)])[:, None]
+    ),
     "factor of 0 or 1": lambda h: h * jnp.float32(rank_of() == 0),
     "keys": lambda h: h[
         lax.sort((jnp.arange(len(h)) ^ rank_of(), jnp.int32(h[:, 0])), num_keys=1)[1] % 2

@@ -76,3 +76,17 @@ def test_bytes_between_two_slices(name):
     moved = jaxsparse.wire_bytes(program, mesh=mesh)
     assert size <= moved.across("data").received < 1.15 * size  # scales, the flag, and padding
     assert all(each.axes == ("data",) for each in moved.across("data").collectives)
+
+
+def test_slices_in_another_order():
+    """A sum over the second and the third of four slices crosses one axis of two."""
+    places = devices(num_slices=4).reshape(4, 8)[[0, 3, 1, 2]].reshape(2, 2, 8)
+    mesh = Mesh(places, ("pods", "data", "tp"), axis_types=(AxisType.Auto,) * 3)
+    x = jax.ShapeDtypeStruct((8, 1000), jnp.float32, sharding=NamedSharding(mesh, P()))
+    total = lambda axis: jax.shard_map(
+        lambda x: jax.lax.psum(x, axis), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    for axis in ("data", "tp"):
+        program = jax.jit(total(axis)).lower(x).compile()
+        moved = jaxsparse.wire_bytes(program, mesh=mesh)
+        assert {each.axes for each in moved.collectives} == {(axis,)}

@@ -144,8 +144,8 @@ def _read(
 
 def _positions(
     workers: int, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh, is_cut: bool
-) -> list[list[int]]:
-    """The number of each worker's device in the mesh, for each slice that has a program.
+) -> list[int]:
+    """The number of each worker's device in the mesh; of a slice's program, in the first slice.
 
     Args:
         workers: those of a program.
@@ -159,27 +159,24 @@ def _positions(
     each = [] if program is None else [program.input_shardings, program.output_shardings]
     shardings = [x for x in jax.tree.leaves(each) if isinstance(x, NamedSharding)]
     is_cut |= any(len(x.device_set) == mesh.size for x in shardings)
-    count = mesh.size // workers
-    if mesh.size != count * workers or not (is_cut or count == 1):
+    if mesh.size % workers or not (is_cut or mesh.size == workers):
         raise ValueError(
             f"the program runs on {workers} devices, but mesh has {mesh.size}: compile it with "
             "arguments that are placed on the mesh, or pass the mesh that it runs on"
         )
-    order, slices_of = [*range(mesh.size)], [i // workers for i in range(mesh.size)]
-    if isinstance(mesh, Mesh):
-        number = {device: i for i, device in enumerate(mesh.devices.flat)}
-        found = [getattr(device, "slice_index", 0) for device in number]
-        slices_of = found if len({*found}) == count else slices_of
-        # All arrays of a program have their devices in one order, which is that of its workers.
-        if meshes := [x.mesh for x in shardings if isinstance(x.mesh, Mesh)]:
-            devices = list(meshes[0].devices.flat)
-            if strange := [device for device in devices if device not in number]:
-                raise ValueError(
-                    f"the program runs on {strange[0]}, which is not in mesh: pass the mesh that "
-                    "it runs on"
-                )
-            order = [number[device] for device in devices]
-    return [[i for i in order if slices_of[i] == each] for each in sorted({*slices_of})]
+    # All arrays of a program have their devices in one order, which is that of its workers.
+    own = [x.mesh for x in shardings if isinstance(x.mesh, Mesh)]
+    if not isinstance(mesh, Mesh) or not own:
+        return list(range(workers))
+    number = {device: i for i, device in enumerate(mesh.devices.flat)}
+    order = list(own[0].devices.flat)
+    if strange := [device for device in order if device not in number]:
+        raise ValueError(
+            f"the program runs on {strange[0]}, which is not in mesh: pass the mesh that it runs on"
+        )
+    if mesh.size > workers:
+        order = [device for device in order if device.slice_index == order[0].slice_index]
+    return [number[device] for device in order]
 
 
 class _Reader:
@@ -200,17 +197,17 @@ class _Reader:
     ):
         self.module = hlo.parse(text)
         self.outside, self.counts = outside, counts
-        self.positions: list[list[int]] = []  # by slice
-        self.devices: dict[int, int] = {}  # positions by the numbers of devices
+        self.positions: list[int] = []
+        self.devices: dict[int, int] = {}  # positions by the numbers of devices, over slices
         self.extents: dict[str, int] = {}
         if mesh is not None:
             every = (x for c in self.module.computations.values() for x in c.instructions.values())
             is_cut = any(map(slices.is_over_slices, every))
             self.positions = _positions(self.module.workers, program, mesh, is_cut)
             self.extents = dict(mesh.shape)
-            for i, places in enumerate(self.positions):
-                self.devices |= {slices.device_of(i, j): at for j, at in enumerate(places)}
-            if isinstance(mesh, Mesh):  # whose order in a slice may be another one
+            workers = self.module.workers
+            self.devices = {slices.device_of(*divmod(i, workers)): i for i in range(mesh.size)}
+            if isinstance(mesh, Mesh):  # which may have them in another order
                 self.devices |= {device.id: i for i, device in enumerate(mesh.devices.flat)}
         self.axis_names = tuple(self.extents)
         self.memo: dict[str, WireBytes] = {}
@@ -285,9 +282,7 @@ class _Reader:
         if self.extents and is_over_slices:
             groups = [[self.devices[device] for device in group] for group in groups]
         elif self.extents:
-            groups = [
-                [each[worker] for worker in group] for each in self.positions for group in groups
-            ]
+            groups = [[self.positions[worker] for worker in group] for group in groups]
         size, payload, received = size_and_bytes(op, groups, [shape.nbytes for shape in shapes])
         found = Collective(
             op=op,
