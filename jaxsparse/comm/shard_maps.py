@@ -161,6 +161,16 @@ def leave_out(
         _TRACING.reset(token)
 
 
+@contextlib.contextmanager
+def of_library() -> Iterator[None]:
+    """A context in which shard_maps are none of a user's, and stay as they are."""
+    token = _TRACING.set(None)
+    try:
+        yield
+    finally:
+        _TRACING.reset(token)
+
+
 def _is_of_types(error: Exception) -> bool:
     """Whether checked types refuse a program."""
     return any(x in str(error) for x in ("Unsupported pcast", "varying manual axes"))

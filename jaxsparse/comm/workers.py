@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxsparse.comm import meshes, wire
+from jaxsparse.comm import meshes, shard_maps, wire
 from jaxsparse.comm.meshes import AnyMesh, Placement, names_of
 
 
@@ -197,7 +197,8 @@ class Workers:
             given = jax.tree.map(put, in_specs, given)
             if auto:  # JAX runs no partly manual program on Explicit axes as it is read
                 mapped = jax.jit(mapped)
-        return mapped(*given)
+        with shard_maps.of_library():
+            return mapped(*given)
 
     def _vmapped(
         self,
