@@ -20,7 +20,9 @@ from jaxsparse.comm.meshes import AnyMesh, inner_axes
 from jaxsparse.comm.shard_maps import names, without
 from jaxsparse.training.one_worker import ROWS, SHARDINGS, uses
 
-# vmap has a rule for a convolution, by which its weight gradients gather across workers.
+# vmap has a rule for a convolution, by which its weight gradients gather across workers. XLA may
+# move rows that were looked up across them, too. But where the workers' axis alone is manual, its
+# partitioner ends the process on lookups, in many ways to cut a table, tokens and rows.
 _GATHERS = {"conv_general_dilated"}
 
 
