@@ -62,7 +62,9 @@ class Reading(abc.ABC, Generic[T]):
             inputs = [self.of(known, x) for x in compat.inputs_of(equation)]
             known.update(zip(equation.outvars, self.equation(equation, inputs)))
             written = [x for x in compat.inputs_of(equation) if compat.is_reference(x)]
-            known.update(dict.fromkeys(written, self.join(inputs)) if written else {})
+            if written:  # it keeps this for the next turn of a loop, too
+                kept = self.carried(self.join(inputs), equation)
+                known.update(dict.fromkeys(written, kept))
         return known
 
     def of(self, known: dict[Any, T], x: Any) -> T:

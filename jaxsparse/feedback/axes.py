@@ -90,9 +90,11 @@ def _gathered(call: Call) -> int | None:
         at = numbers.operand_batching_dims.index(axis)
         rank = len(numbers.offset_dims) + len(call.shapes[1]) - 1
         of_indices = numbers.start_indices_batching_dims[at]
+        if call.rows[1] not in (None, of_indices):
+            return None
         return [i for i in range(rank) if i not in numbers.offset_dims][of_indices]
-    if call.rows[0] is None or call.rows[1] is not None:  # code that knows rows
-        return TRUSTED.axis
+    if call.rows[0] is None or call.rows[1] is not None:
+        return None  # rows are numbers of elements: of which rows is not known
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if axis in gone or call.params["slice_sizes"][axis] != call.shape[axis]:
         return None
@@ -114,9 +116,12 @@ def _scattered(call: Call) -> int | None:
         of_indices = rest.index(call.axis) if of_indices is None else of_indices
         mapped = numbers.scatter_indices_batching_dims
         return batching[mapped.index(of_indices)] if of_indices in mapped else None
-    if call.axis in batching or of_indices is not None:  # code that knows rows
-        return TRUSTED.axis
-    if call.axis not in window or is_indexed(call.axis):
+    if call.axis in batching:
+        at = numbers.scatter_indices_batching_dims[batching.index(call.axis)]
+        rest = [i for i in range(len(call.shapes[2])) if i not in at_once]
+        is_same = of_indices in (None, at) and of_updates in (None, rest[at])
+        return call.axis if is_same else None
+    if of_indices is not None or call.axis not in window or is_indexed(call.axis):
         return None
     same = at_once[window.index(call.axis)]
     return call.axis if of_updates in (None, same) else None
@@ -203,6 +208,7 @@ ALONG: dict[str, _Rule] = {
     "dot_general": _multiplied,
     "fft": lambda call: call.beside(range(len(call.shape))[-len(call.params["fft_lengths"]) :]),
     **{f"reduce_window{x}": _windowed for x in ("", "_max", "_min", "_sum")},
+    "approx_top_k": lambda call: call.beside([call.params["reduction_dimension"]]),
     "sort": lambda call: call.beside([call.params["dimension"]]),
     "top_k": lambda call: call.beside([len(call.shape) - 1]),
     **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd"), _of_matrix),
@@ -253,7 +259,7 @@ class RowsReading(Reading[Known]):
 
     def carried(self, value: Known, equation: Any) -> Known:
         # It meets the other rows.
-        is_of_row = equation.primitive.name == "scan" and value == RowAxis(_SINGLE, self.depth)
+        is_of_row = equation.primitive.name != "while" and value == RowAxis(_SINGLE, self.depth)
         return place_in_source(self.around or equation) if is_of_row else value
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
@@ -274,8 +280,8 @@ class RowsReading(Reading[Known]):
     def _moved(self, equation: Any, inputs: list[Known]) -> Known:
         """Where an operation leaves rows, None where it does not keep them apart.
 
-        `jax.vmap` maps over rows, and then no operation mixes them: what is not known is trusted.
-        If it maps over another axis, one may.
+        Where `jax.vmap` maps over rows, no operation mixes them. JAX lays the axis that is mapped
+        first for what is not known here, so that rows which are first there are trusted.
         """
         name, given = equation.primitive.name, compat.inputs_of(equation)
         shapes = [x.aval.shape for x in given]
@@ -286,11 +292,13 @@ class RowsReading(Reading[Known]):
         if name == "reshape":
             return reshaped(rows, shape, equation.outvars[0].aval.shape)
         rule, is_mapped = MOVES.get(name) or ALONG.get(name), "vmap(" in self.scopes
+        is_mapped_over = is_mapped and all(x is None or x.axis in (0, _SPREAD) for x in inputs)
         if rule is None:
             is_other = name in OTHERS or any(compat.inner_programs(equation.params))
-            return TRUSTED if is_mapped or (is_other and name != "custom_linear_solve") else None
+            is_trusted = is_mapped_over or (is_other and name != "custom_linear_solve")
+            return TRUSTED if is_trusted else None
         is_known = rows.axis >= 0 and (is_one or name in OF_SEVERAL)
-        if not is_known and is_mapped:
+        if not is_known and is_mapped_over:
             return TRUSTED
         if not is_known or (self.only_elements and name not in WHOLE and not is_mapped):
             return None

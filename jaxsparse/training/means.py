@@ -74,7 +74,8 @@ def mean_of(sums: Any, count: Any) -> Any:
             raise ValueError(
                 f"sums{keystr(path)} has shape {x.shape} and dtype {x.dtype}, and count has "
                 f"{shape[0]} workers: give real numbers with a row for each, as "
-                "jaxsparse.value_and_grad returns them"
+                "jaxsparse.value_and_grad returns them. (Gradients of parameters that are cut over "
+                "the workers are means of sums, without rows: divide them by count.mean())"
             )
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
         own = mean.astype(jnp.float32 if dtype.itemsize < 4 else dtype)  # 70,000 is no float16
