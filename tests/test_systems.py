@@ -273,5 +273,5 @@ def test_a_new_reducer_is_a_file_a_twin_and_a_row():
     np.testing.assert_array_equal(found, turns(given.astype(np.float64), 0.25))
     tx = row.transformation(0.25, momentum=0.9, workers=2)
     rows = jax.tree.map(lambda x: jnp.stack([x, x]), GRADIENTS)
-    updates, _ = tx.update(rows, tx.init(GRADIENTS), GRADIENTS)
+    updates, _ = jax.jit(tx.update)(rows, tx.init(GRADIENTS), GRADIENTS)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, GRADIENTS)
