@@ -502,7 +502,7 @@ class Damaging(reference.Link):
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("messages", "flip"), ("decisions", "html"), ("snapshots", "half")],
+    rows([("messages", "flip"), ("snapshots", "half")], [("decisions", "html")]),
 )
 def test_what_never_reads_whole_ends_by_patience(kind, how):
     """With its reason. A message is read if the answer to its writing was lost."""
@@ -1289,6 +1289,7 @@ def test_leaving_late_exchanges_all_fragments(fragments, missed, keeps):
     np.testing.assert_array_equal(at_slow.params["layers"], expected)
 
 
+@pytest.mark.slow
 def test_what_is_lost_beside_residuals_is_told_too():
     """Of uncompressed leaves, where others' residuals are sent again."""
     step = jax.jit(lambda state, move: (jax.tree.map(lambda x: x + move, state), None))
@@ -1702,7 +1703,7 @@ def test_a_round_that_is_over_is_not_decided_again():
     assert one.decided(0).lives == {"adam": "0"}
 
 
-@pytest.mark.parametrize(("fault", "what"), [("loses", "message"), ("stale", "decision")])
+@pytest.mark.parametrize(("fault", "what"), rows([("loses", "message")], [("stale", "decision")]))
 def test_a_store_that_never_shows_what_it_is_given_ends_training(fault, what):
     link, asked = reference.Link(reference.Memory()), collections.Counter()
     train = trainer(link, every=1, grace=0.0, patience=0.3)

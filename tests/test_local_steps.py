@@ -383,6 +383,7 @@ def test_layers_that_are_stacked_stream_as_in_numpy(way):
         assert moved.within("data").received <= 64
 
 
+@pytest.mark.slow  # tests/test_islands.py asks the same
 def test_rules_of_an_exchange_are_for_the_whole_and_not_for_each_fragment():
     """The embedding is in fragment 0, and the layers are in fragment 1."""
     start = {
@@ -608,9 +609,7 @@ def test_another_pace_loses_no_step(name):
 OVERLAPS = [outer.Streaming(1, 0), outer.Streaming(1, 2), None]
 
 
-@pytest.mark.parametrize(
-    "to", some(OVERLAPS, OVERLAPS[:1]), ids=str
-)
+@pytest.mark.parametrize("to", some(OVERLAPS, OVERLAPS[:1]), ids=str)
 def test_an_exchange_on_its_way_arrives_as_it_would_have(to):
     """Saved after each step, and restored with another overlap. `mixing` is the default."""
     tree, make = moves(6, 2), functools.partial(LocalSteps, walk, *diloco(), 2, every=4)

@@ -144,7 +144,7 @@ def test_an_exchange_tells_what_it_is_and_outlives_trees():
     assert jaxsparse.partition({"kernel": reducers.TopK(0.1)}).reducer is None
 
 
-@pytest.mark.parametrize("name", some(EXCHANGES, ["spardl", "sketched_sgd", "demo"]))
+@pytest.mark.parametrize("name", some(EXCHANGES, ["spardl", "sketched_sgd"]))
 def test_updates_are_typed_as_equal_in_a_shard_map_of_ones_own(name):
     """So JAX, which checks types there (check_vma), allows adding them to replicated parameters."""
     small = EXCHANGES[name].cases[""].small
