@@ -111,7 +111,7 @@ CASES = [(name, 3, "shard_map") for name in ("omni, natural", *USUAL)]
 CASES += [("omni, selected", 8, "vmap"), ("gather, little room", 1, "shard_map_unchecked")]
 
 
-@pytest.mark.parametrize("case", some(CASES, CASES[1:4]), ids=str)
+@pytest.mark.parametrize("case", some(CASES, CASES[1:3]), ids=str)
 def test_exchanges_are_as_described(case):
     name, workers, way = case
     overflowed = []
@@ -183,13 +183,16 @@ def test_blocks_without_room_take_turns(sizes):
 
 
 def test_selection_leaves_zeros_out():
-    x = jnp.zeros((10,)).at[jnp.array([1, 9])].set(jnp.float32([1e-30, -1e30]))
-    assert select_blocks(x, 4, None).tolist() == [True, False, True]
-    assert select_blocks(x, 4, 0.9).tolist() == [True, False, True]
-    assert select_blocks(x, 4, 0.3).tolist() == [False, False, True]
-    assert select_blocks(x.at[1].set(0), 4, 0.6).tolist() == [False, False, True]
-    selected = jnp.array([True, False, False])
-    own = contribution(x, selected, jnp.int32([2, 0, 3]), 4)
+    x = np.zeros(10, np.float32)
+    x[[1, 9]] = 1e-30, -1e30
+    select = jax.jit(select_blocks, static_argnums=(1, 2))
+    assert select(x, 4, None).tolist() == [True, False, True]
+    assert select(x, 4, 0.9).tolist() == [True, False, True]
+    assert select(x, 4, 0.3).tolist() == [False, False, True]
+    assert select(np.where(x > 0, 0, x), 4, 0.6).tolist() == [False, False, True]
+    selected = np.array([True, False, False])
+    own = jax.jit(contribution, static_argnums=3)(x, selected, np.int32([2, 0, 3]), 4)
+    own = jax.tree.map(np.asarray, own)
     assert own.indices.tolist() == [3, 0, 3]
     assert (own.values != 0).tolist() == [[False] * 4, [False, True, False, False], [False] * 4]
 
@@ -237,7 +240,10 @@ def test_messages_of_sparse_exchanges():
 
 @pytest.mark.parametrize(
     "reducer",
-    [OmniReduce(0.2, block_size=2), SparseAllGather(0.2, block_size=2)],
+    some(
+        [OmniReduce(0.2, block_size=2), SparseAllGather(0.2, block_size=2)],
+        [OmniReduce(0.2, block_size=2)],
+    ),
     ids=["omni", "gather"],
 )
 def test_sums_that_overflow_are_not_sent(reducer):

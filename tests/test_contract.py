@@ -43,7 +43,7 @@ few_representatives = lambda *names: named(CASES, names)
 
 # Their own tests ask the same of them, and more.
 ELSEWHERE = {"chunked_top_k", "demo", "dragonn", "ok_topk", "omni_reduce", "s2_reducer", "spardl"}
-ELSEWHERE |= {"sparse_all_gather"}
+ELSEWHERE |= {"dgc", "gtopk", "powersgd", "quantized", "sparse_all_gather"}
 
 
 @pytest.mark.parametrize("name", some(CASES, CASES.keys() - VARIANTS - ELSEWHERE))

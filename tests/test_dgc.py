@@ -124,5 +124,6 @@ def test_density_is_warmed_up():
     assert K + 30 <= state.info.delivered <= WORKERS * K + 30
 
 
+@pytest.mark.slow
 def test_ms_topk_equals_top_k():
     check(ms_topk(DENSITY, passes=32, momentum=0.9), 0.9, [K] * STEPS)

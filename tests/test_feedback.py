@@ -243,7 +243,7 @@ BUCKETED = {
 }
 
 
-@pytest.mark.parametrize("name", BUCKETED)
+@pytest.mark.parametrize("name", some(BUCKETED, ["top_k"]))
 def test_by_default_buckets_have_whole_leaves(monkeypatch, name):
     """Also of blocks that no leaf is a multiple of. Parts, exchanged between steps, have one."""
     monkeypatch.setattr(layout, "usual_bucket_size", lambda size: 100)

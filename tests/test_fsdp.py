@@ -84,7 +84,7 @@ def test_what_is_seen_of_arrays_needs_no_specs():
     cut, spread = placed(params, batch, mesh_of(2))
     loss, grads = jaxsparse.value_and_grad(loss_of)(cut, spread)
     assert loss.shape == (2,)
-    wanted = jax.grad(loss_of)(params, batch)
+    wanted = jax.jit(jax.grad(loss_of))(params, batch)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), grads, wanted)
     assert jaxsparse.specs(grads)["w"] == P(None, "data")
 
@@ -132,7 +132,7 @@ def test_leaves_and_workers_draw_for_themselves():
     of = jaxsparse.value_and_grad(
         linear, specs=dict.fromkeys(params, P("data")), gather=gather, workers=workers
     )
-    _, grads = of(params, {"u": x, "v": x})
+    _, grads = jax.jit(of)(params, {"u": x, "v": x})
     assert not np.allclose(grads["u"], grads["v"])
     lost = (np.asarray(grads["u"]) - x[0]) * workers
     assert len(np.unique(np.round(np.abs(lost[0]) / np.abs(x[0][0]).max(), 3))) > 8
@@ -177,9 +177,9 @@ def test_residuals_of_layers_are_differentiated_beside_them(dtype):
     of = lambda *rest, **more: jaxsparse.grad(*rest, gather=False, workers=workers, **more)
     ours = functools.partial(loss, gradients=INT4)
     both = jax.tree.map(lambda x: P("data"), residual)
-    grads, new = of(ours, (0, 2), specs=(specs, both))(params, batch, residual)
+    grads, new = jax.jit(of(ours, (0, 2), specs=(specs, both)))(params, batch, residual)
     plain = functools.partial(loss, residual=None, gradients=None)
-    wanted = of(lambda p, x: plain(p, x), specs=specs)(params, batch)
+    wanted = jax.jit(of(lambda p, x: plain(p, x), specs=specs))(params, batch)
     held = new.values.astype("float32") * new.scale[..., None, None]
     bound = 1e-6 if dtype == "float32" else 0.07 * workers * float(jnp.abs(held).max())
     assert not np.allclose(grads, wanted, atol=1e-5)
@@ -207,6 +207,7 @@ def test_modules_several_arguments_and_auxiliary_output():
     of = jaxsparse.value_and_grad(
         loss, (0, 2), has_aux=True, specs=specs, workers=workers, gather=jaxsparse.Gather("int8")
     )
+    of = equinox.filter_jit(of)
     (value, mean), (grads, by_scale) = of(layer, x, scale)
     assert value.shape == mean.shape == (workers,)
     assert isinstance(grads, Layer)
@@ -222,7 +223,7 @@ def test_states_of_nnx():
     specs = jax.tree.map(lambda x: P("data") if x.ndim > 1 else P(), state)
     _, found = jaxsparse.value_and_grad(loss, specs=specs, workers=2)(state, x)
     close = functools.partial(np.testing.assert_allclose, atol=1e-6)
-    jax.tree.map(close, found, jax.grad(loss)(state, x))
+    jax.tree.map(close, found, jax.jit(jax.grad(loss))(state, x))
 
 
 def value_and_grad(params, batch, **options):
@@ -263,7 +264,8 @@ def test_misuse_is_refused_with_what_to_write(name):
 
 def test_an_exchange_refuses_means():
     params, batch = problem(2)
-    _, grads = value_and_grad(params, batch, specs=jaxsparse.fsdp_specs(params, 2, least=16))
+    of = functools.partial(value_and_grad, specs=jaxsparse.fsdp_specs(params, 2, least=16))
+    _, grads = jax.jit(of)(params, batch)
     tx = jaxsparse.quantized("int8", workers=2, is_dense=lambda path, shape: False)
     with pytest.raises(ValueError, match="averaged already"):
         tx.update(grads, tx.init(params), params)

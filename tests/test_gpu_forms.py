@@ -142,7 +142,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+@pytest.mark.parametrize("spec", some(SPECS[:2], SPECS[1:2]), ids=str)
 @pytest.mark.parametrize("size", some([16, 1003], [1003]))
 def test_encode_to_rounding(spec, size):
     x = cubed(size, dtype=jnp.bfloat16)
@@ -173,7 +173,7 @@ def test_encoding_on_a_gpu_scatters_nothing(cols):
     assert "scatter" not in encode.lower(lowering_platforms=("cuda",)).as_text()  # this form
 
 
-@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+@pytest.mark.parametrize("spec", some(SPECS[:2], SPECS[:1]), ids=str)
 @pytest.mark.parametrize("size", some([16, 1003], [1003]))
 def test_decode(spec, size):
     table = cubed(spec.rows * spec.cols).reshape(spec.rows, spec.cols)
@@ -208,7 +208,7 @@ def assert_same_slots(make_values, grid, table, seed):
     assert_same([elements(fold), elements(gather)], table, seed)
 
 
-@pytest.mark.parametrize("k", [20, 90])  # 90: a slot for each element
+@pytest.mark.parametrize("k", some([20, 90], [20]))  # 90: a slot for each element
 def test_slots_of_heavy_hitters(k):
     tile = 200
     spec = sketch.SketchSpec(rows=5, cols=200, tile_size=tile)
@@ -236,7 +236,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("kind", GRIDS)
-@pytest.mark.parametrize("tile", some([7, 16, 64, 200], [7, 200]))
+@pytest.mark.parametrize("tile", some([7, 16, 64, 200], [7]))
 def test_slots_of_a_vector(tile, kind):
     values = lambda x, seed: fast.Values.of_vector(x, tile)
     for seed in map(jnp.uint32, range(3)):

@@ -58,7 +58,8 @@ class Server(http.server.BaseHTTPRequestHandler):
 def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as found:
         found.asked, found.says, found.breaks_off = [], {}, False
-        threading.Thread(target=found.serve_forever, daemon=True).start()
+        # It looks each hundredth of a second whether it shall end. The usual is half a second.
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         yield found
         found.shutdown()
 

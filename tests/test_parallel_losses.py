@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.scheduling_groups import scheduling_group
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from workers import some
+from workers import rows, some
 
 import jaxsparse
 from jaxsparse.comm import compat, shard_maps
@@ -84,14 +84,19 @@ ALL = [
     for known in (False, True)
     if shape == (4, 2) or (known == (named == checked) and (shape != (8, 1) or named > checked))
 ]
-# The usual form of trainers, and what was wrong in silence.
-USUAL = [((4, 2), True, True, False), ((4, 2), False, False, True)]
+# The usual form of trainers, and of forms that differ there, what was wrong in silence.
+USUAL = [(form, (4, 2), True, True, False) for form in FORMS if form != "pallas"]
+OF_SILENT = ("elementwise", "derivative_in_halves", "weights_gathered", "pallas", "experts")
+OF_SILENT += ("mean_of_workers_inside", "workers_in_a_jit", "index_of_worker_inside")
+OF_SILENT += ("noise_of_worker_inside", "loss_inside", "some_axes")
+USUAL += [(form, (4, 2), False, False, True) for form in OF_SILENT]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("way", some(ALL, USUAL), ids=str)
-def test_rows_are_plain_gradients(form, way):
-    shape, named, checked, known = way
+@pytest.mark.parametrize(
+    "way", some([(form, *way) for way in ALL for form in FORMS], USUAL), ids=str
+)
+def test_rows_are_plain_gradients(way):
+    form, shape, named, checked, known = way
     where, workers = mesh_of(shape), shape[0]
     given = put(where, workers)
     loss = FORMS[form](Way(where, named, checked, is_given=not known or named))
@@ -305,12 +310,12 @@ def test_sums_by_hand_in_other_derivatives(kind, shape):
     same.defjvp(lambda x, t: (x[0], mean_of(t[0])))
     with pytest.raises(ValueError, match="custom derivative of what is called at"):
         jaxsparse.grad(of(same), mesh=where)(*put(where, workers))
-    own = jax.vmap(jax.grad(of(jnp.sin if kind is not solves else lambda a: a / 2)), (None, 0))
-    right = own(forms.W, forms.inputs(workers).reshape(workers, -1, 8))
+    own = jax.grad(of(jnp.sin if kind is not solves else lambda a: a / 2))
+    right = forms.by_worker(own, workers)
     check(jaxsparse.grad(of(kind(lambda g: g)), mesh=where)(*put(where, workers)), right)
 
 
-@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("checked", some([False, True], [False]))
 def test_parallel_programs_in_a_solve(checked):
     """A solve of an operator that is cut, or constrained. One that sums over workers could wait."""
     where = mesh_of((4, 2))
@@ -330,7 +335,7 @@ def test_parallel_programs_in_a_solve(checked):
     for apply in (split, kept):
         found = jaxsparse.grad(lambda w, x, f=apply: loss(w, x, f), mesh=where)(*put(where, 4))
         plain = jax.grad(lambda w, x: loss(w, x, lambda y: 3 * y))
-        check(found, jax.vmap(plain, (None, 0))(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+        check(found, forms.by_worker(plain))
 
 
 @pytest.mark.parametrize("shape", some([(4, 2), (8,), None], [(4, 2)]), ids=str)
@@ -353,8 +358,8 @@ def test_a_kernel_that_knows_its_place_in_the_grid(shape):
     of = lambda f: lambda w, x: jnp.mean((f(x @ w["a"]) @ w["b"] - x) ** 2)
     found = jaxsparse.grad(of(f), mesh=where, workers=None if shape else workers)(*given)
     by_row = lambda h: h * (2 + jnp.arange(len(h), dtype=jnp.float32))[:, None]
-    plain = jax.vmap(jax.grad(of(by_row)), (None, 0))
-    check(found, plain(forms.W, forms.inputs(workers).reshape(workers, -1, 8)))
+    plain = jax.grad(of(by_row))
+    check(found, forms.by_worker(plain, workers))
 
 
 def test_sums_by_hand_beside_means_of_workers():
@@ -403,9 +408,9 @@ def test_a_function_that_communicates_has_a_derivative_that_does():
     )
     for f in (centred, split, by_tangents, around):
         of = lambda f: lambda w, x: jnp.mean(jnp.tanh(f(x @ w["a"])) ** 2)
-        plain = jax.vmap(jax.grad(of(centred)), (None, 0), axis_name="data")
+        plain = jax.grad(of(centred))
         found = jaxsparse.grad(of(f), mesh=where)(*put(where, 4))
-        check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+        check(found, forms.by_worker(plain))
 
 
 def norm(where):
@@ -851,10 +856,10 @@ def test_rows_that_a_body_takes_past_its_specs():
     own = lambda x, a: x * a[lax.axis_index("data")][None]
     split = jax.shard_map(own, mesh=where, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     of = lambda f: lambda w, x: jnp.sum(f(x, w["a"][:, :8]) ** 2)
-    plain = jax.vmap(jax.grad(of(own)), (None, 0), axis_name="data")
+    plain = jax.grad(of(own))
     check(
         jaxsparse.grad(of(split), mesh=where)(params, x),
-        plain(forms.W, forms.inputs(4).reshape(4, -1, 8)),
+        forms.by_worker(plain),
     )
 
 
@@ -1033,7 +1038,7 @@ def test_rows_that_a_body_weighs_by_its_number(body):
 
 
 @pytest.mark.parametrize("body", some(NOT_PICKED, ["weights"]))
-@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("mapped", some([False, True], [True]))
 def test_what_a_body_may_do_by_its_number(body, mapped):
     where = mesh_of((4, 2))
 
@@ -1046,8 +1051,8 @@ def test_what_a_body_may_do_by_its_number(body, mapped):
 
     split = lambda f: cut(f, where, (P(), P()), P())
     found = jaxsparse.grad(lambda w, x: loss(w, x, split), mesh=where)(*put(where, 4))
-    plain = jax.vmap(jax.grad(loss), (None, 0), axis_name="data")
-    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+    plain = jax.grad(loss)
+    check(found, forms.by_worker(plain))
 
 
 def test_a_batch_that_a_worker_draws_is_not_cut():
@@ -1071,14 +1076,16 @@ def test_numbers_beside_rows():
     scaled = lambda x, by, rows: jnp.tanh(x) * by / rows * (1 + lax.pmean(x.mean(), "data"))
     split = cut(scaled, where, (P("data"), P(), P()), P("data"))
     of = lambda f: lambda w, x: jnp.mean(f(x @ w["a"], 0.3, np.float32(8)) ** 2)
-    plain = jax.vmap(jax.value_and_grad(of(scaled)), (None, 0), axis_name="data")
+    plain = jax.value_and_grad(of(scaled))
     found = jaxsparse.value_and_grad(of(split), mesh=where)(*put(where, 4))
-    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+    check(found, forms.by_worker(plain))
 
 
-@pytest.mark.parametrize("checked", [False, True])
-@pytest.mark.parametrize("order", ["values", "gradients"])
-def test_outer_derivatives_sum_over_workers(checked, order):
+@pytest.mark.parametrize(
+    ("order", "checked"),
+    rows([("values", False), ("gradients", True)], [("values", True), ("gradients", False)]),
+)
+def test_outer_derivatives_sum_over_workers(order, checked):
     """As of a step in a step. Weights are whole on all workers."""
     where = mesh_of((4, 2))
     spec = P("data", "tp")
@@ -1090,9 +1097,9 @@ def test_outer_derivatives_sum_over_workers(checked, order):
     both = jaxsparse.value_and_grad(of(split), mesh=where)
     params, x = put(where, 4)
     sums = {"values": lambda v, g: v.sum(), "gradients": lambda v, g: jnp.sum(g["b"] ** 2)}[order]
-    outer = jax.grad(lambda w: sums(*both(w, x)))(params)
+    outer = jax.jit(jax.grad(lambda w: sums(*both(w, x))))(params)
     step = 1e-2
-    moved = lambda by: sums(*both({**params, "a": params["a"].at[0, 3].add(by)}, x))
+    moved = jax.jit(lambda by: sums(*both({**params, "a": params["a"].at[0, 3].add(by)}, x)))
     slope = (moved(step) - moved(-step)) / (2 * step)
     np.testing.assert_allclose(outer["a"][0, 3], slope, rtol=5e-2)
 
@@ -1166,9 +1173,9 @@ def test_rows_are_followed_to_a_body_that_tells_workers_apart(front):
         gathered, mesh=where, in_specs=P("data"), out_specs=P("data"), check_vma=False
     )
     of = lambda f: lambda w, x: jnp.mean(f(jnp.real(front(x)) @ w["a"]) ** 2)
-    plain = jax.vmap(jax.value_and_grad(of(gathered)), (None, 0), axis_name="data")
+    plain = jax.value_and_grad(of(gathered))
     found = jaxsparse.value_and_grad(of(split), mesh=where)(*put(where, 4))
-    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+    check(found, forms.by_worker(plain))
 
 
 def test_rows_are_followed_through_other_bodies():
@@ -1188,11 +1195,9 @@ def test_rows_are_followed_through_other_bodies():
         twos = jnp.repeat(jnp.full((1, 1), 2.0), len(x), axis=0)
         return jnp.mean(split(gathered, 3)(h, ones, twos) ** 2)
 
-    plain = jax.vmap(
-        jax.value_and_grad(lambda w, x: loss(w, x, False)), (None, 0), axis_name="data"
-    )
+    plain = jax.value_and_grad(lambda w, x: loss(w, x, False))
     found = jaxsparse.value_and_grad(lambda w, x: loss(w, x, True), mesh=where)(*put(where, 4))
-    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+    check(found, forms.by_worker(plain))
 
 
 def test_derivatives_by_hand_that_tell_workers_apart():
@@ -1214,9 +1219,9 @@ def test_derivatives_by_hand_that_tell_workers_apart():
         return jnp.mean((h[jnp.argsort(h[:, 0])] @ w["b"]) ** 2)
 
     of = lambda is_split: lambda w, x: loss(w, x, is_split)
-    plain = jax.vmap(jax.value_and_grad(of(False)), (None, 0), axis_name="data")
+    plain = jax.value_and_grad(of(False))
     found = jaxsparse.value_and_grad(of(True), mesh=where)(*put(where, 4))
-    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)), atol=2e-4)  # of up to 30
+    check(found, forms.by_worker(plain), atol=2e-4)  # of up to 30
 
 
 POLICIES = jax.checkpoint_policies
@@ -1237,13 +1242,13 @@ def test_one_row_a_worker():
     def loss(w, x, f=split):
         return jnp.mean(f(causal(jnp.tile(x, 2).reshape(-1, 4, 4))) ** 2) * w["a"].sum()
 
-    plain = jax.vmap(jax.value_and_grad(lambda w, x: loss(w, x, attend)), (None, 0))
+    plain = jax.jit(jax.vmap(jax.value_and_grad(lambda w, x: loss(w, x, attend)), (None, 0)))
     x = forms.inputs(4)[:4]
     given = put(where, 4)[0], jax.device_put(x, jax.NamedSharding(where, spec))
     check(jaxsparse.value_and_grad(loss, mesh=where)(*given), plain(forms.W, x[:, None]))
 
 
-@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("checked", some([False, True], [False]))
 @pytest.mark.parametrize("wrapper", some(WRAPPED, ["scan"]))
 def test_attention_with_segments_in_a_scan(wrapper, checked):
     """JAX makes the mask once, in front of the scan: what is left of the body closes over it."""
@@ -1265,12 +1270,17 @@ def test_attention_with_segments_in_a_scan(wrapper, checked):
         attend, mesh=where, in_specs=(spec, spec), out_specs=spec, check_vma=checked
     )
     found = jaxsparse.value_and_grad(lambda w, x: loss(w, x, split), mesh=where)(*put(where, 4))
-    plain = jax.vmap(jax.value_and_grad(lambda w, x: loss(w, x, attend)), (None, 0))
-    check(found, plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+    plain = jax.value_and_grad(lambda w, x: loss(w, x, attend))
+    check(found, forms.by_worker(plain))
 
 
-@pytest.mark.parametrize("how", ["scan", "map", "unrolled"])
-@pytest.mark.parametrize("size", [2, -1])
+@pytest.mark.parametrize(
+    ("how", "size"),
+    rows(
+        [("scan", -1), ("unrolled", -1), ("scan", 2)],
+        [("map", -1), ("map", 2), ("unrolled", 2)],
+    ),
+)
 def test_micro_batches(how, size):
     """Parts of a fixed size are refused: a body's own part has another size on a device."""
     where = mesh_of((4, 2))
@@ -1290,10 +1300,8 @@ def test_micro_batches(how, size):
         with pytest.raises(ValueError, match=r"are of a fixed size|are no rows of a batch"):
             both(*put(where, 4))
         return
-    plain = jax.vmap(
-        jax.value_and_grad(lambda w, x: loss(w, x, centred)), (None, 0), axis_name="data"
-    )
-    check(both(*put(where, 4)), plain(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+    plain = jax.value_and_grad(lambda w, x: loss(w, x, centred))
+    check(both(*put(where, 4)), forms.by_worker(plain))
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -1324,7 +1332,7 @@ def test_weights_that_are_spread_over_rows():
     params, x = put(where, 4)
     found = jaxsparse.value_and_grad(spread(add), mesh=where)(params, x)
     plain = jax.value_and_grad(spread(lambda x, bias: jnp.tanh(x + bias)))
-    check(found, jax.vmap(plain, (None, 0))(forms.W, forms.inputs(4).reshape(4, -1, 8)))
+    check(found, forms.by_worker(plain))
 
 
 @pytest.mark.parametrize("checked", [False, True])
@@ -1347,8 +1355,8 @@ def test_negatives_of_other_workers(checked):
     )
     params, x = put(where, 4)
     c = np.ones((1, forms.HIDDEN), np.float32)
-    plain = jax.vmap(jax.value_and_grad(loss), (None, 0), axis_name="data")
-    right = plain({**forms.W, "c": c}, forms.inputs(4).reshape(4, -1, 8))
+    plain = jax.value_and_grad(loss)
+    right = forms.by_worker(plain, w={**forms.W, "c": c})
     mapped = lambda w, x: loss(w, x, gather)
     check(jaxsparse.value_and_grad(mapped, mesh=where)({**params, "c": c}, x), right)
 
@@ -1379,10 +1387,8 @@ def test_bodies_that_close_over_values(body, checked):
         with pytest.raises(ValueError, match=r"losses.py:\d+.*closes over values of shapes \[\(\)"):
             run()
         return
-    plain = jax.vmap(
-        jax.value_and_grad(lambda w, x: loss(w, x, False)), (None, 0), axis_name="data"
-    )
-    right = plain({**forms.W, "s": jnp.float32(0.3)}, forms.inputs(4).reshape(4, -1, 8))
+    plain = jax.value_and_grad(lambda w, x: loss(w, x, False))
+    right = forms.by_worker(plain, w={**forms.W, "s": jnp.float32(0.3)})
     check(run(), right)
 
 
@@ -1409,7 +1415,7 @@ def gradients_of_the_sum(loss, workers):
     """Each worker's gradient, by plain JAX, of the sum of losses of workers that communicate."""
     x = forms.inputs(workers).reshape(workers, -1, 8)
     own = jax.tree.map(lambda p: jnp.broadcast_to(p, (workers, *p.shape)), forms.W)
-    return jax.grad(lambda w: jax.vmap(loss, axis_name="data")(w, x).sum())(own)
+    return jax.jit(jax.grad(lambda w: jax.vmap(loss, axis_name="data")(w, x).sum()))(own)
 
 
 def centred(h):
@@ -1490,9 +1496,7 @@ def test_a_gradient_in_a_checked_body_is_refused():
     ):
         jaxsparse.grad(functools.partial(loss, True), mesh=where)(*put(where, 4))
     plain = jax.grad(lambda w, x: penalty(x, w["a"]))
-    expected = jax.vmap(plain, (None, 0), axis_name="data")(
-        forms.W, forms.inputs(4).reshape(4, -1, 8)
-    )
+    expected = forms.by_worker(plain)
     found = jaxsparse.grad(functools.partial(loss, False), mesh=where)(*put(where, 4))
     check(found["a"], expected["a"])
 
@@ -1536,8 +1540,8 @@ def test_what_explicit_axes_refuse_is_told(write, infers):
 
     words = r"losses.py:\d+ .*does not run in one worker's function on Explicit axes.*leave 'data'"
     run = lambda: jax.jit(jaxsparse.grad(loss))(*put(where, 4))
-    plain = jax.vmap(jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w["a"]) ** 2)), (None, 0))
-    right = plain(forms.W, forms.inputs(4).reshape(4, -1, 8))
+    plain = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w["a"]) ** 2))
+    right = forms.by_worker(plain)
     with jax.set_mesh(where):
         if infers:  # JAX infers specs where another axis is manual from 0.12 on
             check_or_refused(run, right, loss, put(where, 4), words)
@@ -1598,8 +1602,8 @@ def test_an_inner_jit_that_jax_has_traced_before():
         h = x @ w["a"]
         return jnp.mean(f(h if f is centred else g(h) / jnp.sum(w["b"])) ** 2)
 
-    plain = jax.vmap(jax.grad(lambda w, x: loss(w, x, centred)), (None, 0), axis_name="data")
-    expected = plain(forms.W, forms.inputs(4).reshape(4, -1, 8))
+    plain = jax.grad(lambda w, x: loss(w, x, centred))
+    expected = forms.by_worker(plain)
     for again in (lambda w, x: loss(w, x), lambda w, x: loss(w, x) * 1.0):
         check(jaxsparse.grad(again, mesh=where)(*put(where, 4)), expected)
 

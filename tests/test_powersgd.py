@@ -81,7 +81,7 @@ MATRICES = (Matrix(1, 9, 5), Matrix(1, 1, 7), Matrix(3, 4, 6), Matrix(1, 2, 2), 
 RANKS = (2, 0, 2, 0, 2)  # at rank 2; factors of the vector and of 2 x 2 would be larger
 
 
-@forms
+@pytest.mark.parametrize("iteration", some(FORMS, ("alternating",)))
 @pytest.mark.parametrize("workers", some((3, 8), (3,)))
 @pytest.mark.parametrize("way", some(("shard_map", "vmap"), ("vmap",)))
 def test_equal_to_the_reference(iteration, workers, way):

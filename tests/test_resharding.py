@@ -49,7 +49,7 @@ def test_rows_are_averaged_by_overlap(before, after):
 
 def test_copies_stay_copies_and_dtypes_stay():
     x = np.random.default_rng(0).normal(size=20).astype(np.float32)
-    for before, after in itertools.permutations((1, 3, 7, 8), 2):
+    for before, after in itertools.permutations((1, 3, 8), 2):
         tree = {
             "equal": PerWorker(np.tile(x, (before, 1))),
             "narrow": PerWorker(jnp.tile(x.astype(jnp.bfloat16), (before, 1))),

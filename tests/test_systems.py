@@ -144,7 +144,7 @@ def test_an_exchange_tells_what_it_is_and_outlives_trees():
     assert jaxsparse.partition({"kernel": reducers.TopK(0.1)}).reducer is None
 
 
-@pytest.mark.parametrize("name", some(EXCHANGES, ["spardl", "sketched_sgd", "demo"]))
+@pytest.mark.parametrize("name", some(EXCHANGES, ["spardl", "sketched_sgd"]))
 def test_updates_are_typed_as_equal_in_a_shard_map_of_ones_own(name):
     """So JAX, which checks types there (check_vma), allows adding them to replicated parameters."""
     small = EXCHANGES[name].cases[""].small
@@ -273,5 +273,5 @@ def test_a_new_reducer_is_a_file_a_twin_and_a_row():
     np.testing.assert_array_equal(found, turns(given.astype(np.float64), 0.25))
     tx = row.transformation(0.25, momentum=0.9, workers=2)
     rows = jax.tree.map(lambda x: jnp.stack([x, x]), GRADIENTS)
-    updates, _ = tx.update(rows, tx.init(GRADIENTS), GRADIENTS)
+    updates, _ = jax.jit(tx.update)(rows, tx.init(GRADIENTS), GRADIENTS)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, GRADIENTS)

@@ -192,7 +192,7 @@ def test_paths_are_the_same_where_parameters_are_variables():
     tx = jaxsparse.partition(policy, axis_name=None)
     for each in (tx, tx.of_parts(params)):
         state = each.init(params)
-        updates, state = each.update(params, state)
+        updates, state = jax.jit(each.update)(params, state)
         assert [*state.residual] == ["layers.0.kernel"]
         last = [tree["layers"][1] for tree in (updates, params)]
         jax.tree.map(np.testing.assert_array_equal, *last)

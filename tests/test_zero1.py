@@ -150,7 +150,7 @@ OTHERS = [("int4", "int4"), ("ternary", "int2"), ("float16", "float8_e5m2"), ("b
 NARROW += [(dtype, *names) for dtype in (jnp.bfloat16, jnp.float16) for names in OTHERS]
 
 
-@pytest.mark.parametrize(("dtype", "out", "back"), rows(NARROW[:2], NARROW[2:]))
+@pytest.mark.parametrize(("dtype", "out", "back"), rows(NARROW[:1], NARROW[1:]))
 def test_what_narrow_leaves_round_is_owed_too(dtype, out, back):
     """All that workers ever gave is in updates, residuals and what owners owe, to float32."""
     workers, steps = 3, 6  # of them "odd" is shared by none, and all have the others
@@ -263,10 +263,12 @@ def test_diagnose_counts_and_leaves_without_elements_travel():
         for name, x in params.items()
     }
     broken = grads | {"flat": grads["flat"] * np.float32(np.nan)}
-    updates, state = jax.jit(tx.update)(grads, state, params)
-    _, state = jax.jit(tx.update)(broken, state, params)
-    chain = optax.chain(tx, optax.scale(2.0))
-    report = jaxsparse.diagnose((state, chain.init(params)[1]), updates)
+    update = jax.jit(tx.update)
+    updates, state = update(grads, state, params)
+    _, state = update(broken, state, params)
+    updates = jax.device_get(updates)
+    diagnose = jax.jit(jaxsparse.diagnose)
+    report = diagnose((state, optax.scale(2.0).init(params)), updates)
     rows = [np.float64(x.value).reshape(workers, -1) for x in state.residual.values()]
     norm = np.sqrt(np.square(np.concatenate(rows, 1)).sum() / workers)
     np.testing.assert_allclose(report.residual_norm, norm, rtol=1e-5)
@@ -275,7 +277,7 @@ def test_diagnose_counts_and_leaves_without_elements_travel():
     assert (int(report.delivered), int(report.skipped), int(report.overflow)) == (moved, 1, 0)
     assert float(report.delivered_share) == pytest.approx(moved / (5 + 24 * 50 + 35 * 49))
     frozen = updates | {"odd": updates["odd"] * 0}
-    dropped = float(jaxsparse.diagnose(state, frozen).dropped_share)
+    dropped = float(diagnose(state, frozen).dropped_share)
     assert dropped == pytest.approx(np.count_nonzero(updates["odd"]) / moved)
 
 
@@ -299,10 +301,11 @@ def test_an_optimizer_that_breaks_is_seen_and_owes_nothing_for_ever():
     tx = jaxsparse.zero1(
         optax.scale_by_schedule(lambda t: jnp.where(t == 0, jnp.nan, 1.0)), "int8", workers=2
     )
-    state = tx.init(PARAMS)
-    updates, state = jax.jit(tx.update)(gradients(2), state, PARAMS)
+    params, update = {"flat": PARAMS["flat"]}, jax.jit(tx.update)
+    given = {"flat": gradients(2)["flat"]}
+    updates, state = update(given, tx.init(params), params)
     assert np.isnan(updates["flat"]).all()
-    updates, state = jax.jit(tx.update)(gradients(2), state, PARAMS)
+    updates, state = update(given, state, params)
     assert np.isfinite(updates["flat"]).all()
 
 

@@ -100,5 +100,6 @@ def feedback_loop(reducer, workers, way="vmap"):
 
 def by_step(results):
     """The results of `feedback_loop`, step by step."""
+    results = jax.tree.map(np.asarray, results)  # JAX would compile a program for each slice
     steps = jax.tree.leaves(results)[0].shape[1]
-    return [jax.tree.map(lambda leaf, i=i: np.asarray(leaf[:, i]), results) for i in range(steps)]
+    return [jax.tree.map(lambda leaf, i=i: leaf[:, i], results) for i in range(steps)]
