@@ -261,6 +261,7 @@ def test_sums_that_overflow_are_not_sent(reducer):
 MAKES = (omni_reduce, sparse_all_gather, s2_reducer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", some(MAKES, (omni_reduce,)))
 def test_momentum_is_masked_only_after_selection(make):
     room = "capacity_density" if make is sparse_all_gather else "union_density"

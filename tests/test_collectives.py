@@ -130,6 +130,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "own"),
     rows(
@@ -251,6 +252,7 @@ def test_what_finds_no_room_stays_and_is_counted(name, workers, codec):
     assert overflowed > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "room", "too_many"),
     rows(
@@ -345,6 +347,7 @@ def test_dense_messages_of_a_bounded_ring_have_room_for_all():
     assert not reduced.overflow.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "dtype"), rows([(6, jnp.bfloat16)], [(8, jnp.float16)]), ids=str
 )

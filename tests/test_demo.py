@@ -56,6 +56,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(SETTINGS, ["all"]))
 @pytest.mark.parametrize("workers", some((3, 8), (3,)))
 @pytest.mark.parametrize("way", some(("shard_map", "vmap"), ("vmap",)))

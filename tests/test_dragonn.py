@@ -110,6 +110,7 @@ def test_worked_example():
     assert np.unique(streams.values[in_slot_1], axis=0).tolist() == [[0, 9, 0]]
 
 
+@pytest.mark.slow
 def test_more_may_pass_than_there_are_slots():
     """The paper's example in A.2.2: m = 512, n = 1024, and 13 to 14 % of the slots stay empty."""
     size, seeds = 51_200, jnp.arange(20, dtype=jnp.uint32)
@@ -156,6 +157,7 @@ def test_zeros_take_no_slots(extract):
     assert set(np.flatnonzero(reduced.mean[0])) <= {7, 50}
 
 
+@pytest.mark.slow
 def test_hashes_differ_between_workers_and_steps():
     x, slots, count = jax.random.normal(jax.random.key(0), (2000,)), 100, 8
     reducer = Dragonn(0.05, seed=5)
@@ -196,6 +198,7 @@ FIXED = Dragonn(0.05)
 STAGED = Staged((Dragonn(0.2), Dragonn(0.01)), (3,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reducer", some([FIXED, STAGED], [FIXED]), ids=["fixed", "staged"])
 def test_transformation_masks_momentum_where_it_sent(reducer):
     tx = jaxsparse.exchange(reducer, momentum=0.5, axis_name=None)

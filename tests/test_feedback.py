@@ -192,6 +192,7 @@ def test_an_update_beyond_float16_is_delivered_in_parts():
 LEAVES = {"a": (3, 5, 7), "b": (39,), "c": (1,), "d": (16, 16), "e": (1, 2, 99), "f": ()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_size", some([None, 251], [None]))
 @pytest.mark.parametrize("density", some([0.01, 0.05, 0.2], [0.05]))
 def test_several_leaves_are_exchanged_as_one(density, bucket_size):
@@ -272,6 +273,7 @@ LOSSY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(LOSSY, ["qsgd"]))
 def test_what_waits_of_skipped_steps_does_not_grow(name):
     """What such a reducer delivers is not what its residual lacks: it takes back what it had."""
@@ -385,6 +387,7 @@ def test_finite_values_whose_sum_overflows_stay_in_residuals(case):
     assert float(flat(state.residual)[0, 0]) > 1e38
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", some([0, 1], [0]))
 def test_momentum_without_uncompressed_elements(delay):
     where = mesh(2)
@@ -443,6 +446,7 @@ def test_a_partial_sum_that_overflows_and_finds_no_room_does_not_stay_inf(algori
     assert int(state.skipped) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", some([0, 1], [0]))
 def test_a_huge_gradient_does_not_stop_momentum_for_ever(delay):
     """Residual and momentum of the first step add up beyond float32 in all later ones."""

@@ -54,6 +54,7 @@ def sent(x, spec):
 # --- formats ---
 
 
+@pytest.mark.slow
 def test_the_formats_have_the_values_of_their_definition():
     assert [len(values_of(name)) for name in ("int8", "int4", "e3m0")] == [255, 15, 15]
     for name, largest in LARGEST.items():
@@ -244,6 +245,7 @@ def hard(B):
     return np.stack(rows) * np.where(rng.uniform(size=B) < 0.5, -1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", some(SCALES, ("bfloat16",)))
 @pytest.mark.parametrize("name", some(MEANS, ("ternary",)))
 def test_means_are_a_contraction_of_any_data(name, scale):
@@ -343,6 +345,7 @@ def test_the_largest_vectors_are_not_filled(spec):
     assert GatheredQuantized(spec, "nearest").words(most - 100) == spec.words(most - 100)
 
 
+@pytest.mark.slow
 def test_without_decay_neither_rounding_is_fed_back():
     def outcome(decay, x):
         tx = quantized("int4", group_size=8, decay=decay, is_dense=lambda path, shape: False)

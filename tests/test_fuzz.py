@@ -80,6 +80,7 @@ def has_many_floats(program):
     return np.count_nonzero(is_float & program.is_compressed) >= 260 or program.name == "dense"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(EXCHANGES, USUAL))
 def test_the_contract_holds(name):
     number, program, run = first_program(name)

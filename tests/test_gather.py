@@ -156,6 +156,7 @@ def compiled(loss, shapes, specs, workers=8):
     return jax.jit(mapped).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", some([3, 8], [3]))
 @pytest.mark.parametrize(
     ("weights", "gradients"),
@@ -206,6 +207,7 @@ def test_layers_of_a_scan_gather_where_they_run(way):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_rematerialised_layer_is_gathered_again_and_held_no_longer():
     layers, width = 8, 128
     get = lambda w: jaxsparse.gather(w, weights=INT8, gradients=INT8)

@@ -20,6 +20,7 @@ from jaxsparse.islands import arithmetic, member, protocol, records, round, snap
 AT_ONCE = 100  # histories of a test
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", some(MACHINES, [History]))
 def test_any_history(machine):
     histories.run(machine, 20 if machine is History else 10, seed=0)

@@ -964,6 +964,7 @@ def test_the_example_survives_a_kill(tmp_path):
     assert "parameters equal bit for bit on all islands: True" in printed
 
 
+@pytest.mark.slow
 def test_losses_of_steps_are_averaged_over_a_round():
     store = jaxsparse.islands.Store("memory://")
     train = trainer(store, "adam", grace=0.0, loss=lambda out: out["loss"])
@@ -1156,6 +1157,7 @@ def test_a_slow_island_that_is_late_makes_nobody_slow_however_long_the_grace_is(
     assert slow.counted >= slow.steps - 15
 
 
+@pytest.mark.slow
 def test_an_overlap_hides_a_slow_link():
     link = {"latency": 1.0, "poll": 0.1}
     waits = [simulated(overlap=overlap, **link)["cork"].waited for overlap in (0, 4)]
@@ -1226,6 +1228,7 @@ def test_a_fragment_leaves_the_others_where_they_are(clock):
     assert not whole[1::2].any()
 
 
+@pytest.mark.slow
 def test_who_joins_within_a_cycle_has_what_all_have(clock):
     programs, first = in_fragments(4)
     store = reference.Memory()
@@ -1468,6 +1471,7 @@ def test_who_joins_again_waits_for_the_thread_that_it_left():
     assert sent == f"one.{former}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_saved", some([False, True], [True]))
 def test_joining_may_take_longer_than_the_store_may_be_silent(is_saved):
     """And an error on the way does not have read again what is there."""
@@ -1507,6 +1511,7 @@ def test_a_wrong_weight_is_refused():
     assert state.weight == 3.0
 
 
+@pytest.mark.slow
 def test_a_scalar_is_a_parameter():
     """A temperature, as a number of Python's."""
     step = jax.jit(lambda s, x: ((jax.tree.map(lambda p: p + x, s[0]),), x))
@@ -1857,6 +1862,7 @@ def test_a_saved_state_does_not_go_on_in_another_run(clock):
     assert list(store.objects) == ["snapshots/00000000", "lives/other.00000000"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", some([(), (0, 1, 2)], [(0, 1, 2)]))
 def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
     w = jnp.arange(24.0).reshape(6, 4)

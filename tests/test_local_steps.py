@@ -347,6 +347,7 @@ def test_rows_of_stacks_are_dealt_out_as_layers_are():
         outer.Streaming(2).of({"['scan']": (5, 2)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", some(["simulated", "mesh"], ["simulated"]))
 def test_layers_that_are_stacked_stream_as_in_numpy(way):
     """Also on a mesh whose inner axis cuts them: each device exchanges its part of rows."""
@@ -537,6 +538,7 @@ def test_only_the_number_of_steps_done_ends_a_run():
             train(state, batch, number)
 
 
+@pytest.mark.slow
 def test_steps_are_counted_without_a_number():
     tree, make = moves(5, 2), lambda: LocalSteps(walk, *diloco(), 2, every=2)
     expected, _, _ = run(make(), tree)
@@ -1044,6 +1046,7 @@ def shaped(tree):
     return jax.tree.map(of, tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", some(["mesh", "simulated"], ["mesh"]))
 def test_arrays_in_host_memory_are_refused_and_come_to_the_devices(way):
     train = LocalSteps(walk, *MEAN, where(2, way))
@@ -1169,6 +1172,7 @@ def test_wrong_states():
             wrong()
 
 
+@pytest.mark.slow
 def test_nothing_in_a_step_waits_for_the_exchange_beside_it():
     """If a program returns only what workers go on with, XLA leaves the exchange out."""
     train = LocalSteps(walk, *diloco(), mesh(3), every=5, streaming=outer.Streaming(3))

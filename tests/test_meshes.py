@@ -109,6 +109,7 @@ def test_full_budget_is_the_dense_mean(pair):
         np.testing.assert_allclose(given[leaf] + owed, sent[leaf], **tolerance, err_msg=leaf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reducer",
     some(
@@ -610,6 +611,7 @@ class TestDoors:
         for name in SHAPES:
             np.testing.assert_allclose(updates[name], grads[name].mean(0))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("shape", [(2, 2, 2), *some([(8,)], [])], ids=str)
     def test_unreduced_gradients_of_explicit_axes(self, shape):
         """Unreduced gradients of a mean loss add up to its gradient. Only messages cross hosts."""

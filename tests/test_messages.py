@@ -118,6 +118,7 @@ def made(name, variant):
     return functools.partial(EXCHANGES[name].transformation, **EXCHANGES[name].cases[variant].small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", some(ROWS, [("top_k", "packed")]), ids=str)
 def test_messages_of_each_system_equal_a_collective(row):
     check(made(*row), USUAL, 3, **OPTIONS)

@@ -54,6 +54,7 @@ def test_bytes_and_messages_are_those_of_the_formats(exchange, workers):
     assert through_a_store.received == pytest.approx(workers * payload, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_chunks_are_gathered_and_vectors_travel_dense():
     few, many = (moved_by("top 1/8", 10**8, 0, W).received for W in (2, 8))
     assert many == pytest.approx(7 * few, rel=1e-3)
@@ -195,6 +196,7 @@ def test_the_choice_is_the_cheapest_of_the_fastest_within_the_cost(optimizer):
     assert len(chosen) >= 3
 
 
+@pytest.mark.slow
 def test_what_has_one_seed_costs_the_usual_spread_more():
     found = plan(10**9, 8, Link(1e-3, 1e8), 1.0, nats=0.06, optimizer="adamw")
     assert str(found.best.recipe) == "gradients, int4"  # local 3 costs 0.051, by one seed
@@ -209,6 +211,7 @@ def test_the_docs_have_the_planners_answers():
     assert "\n".join(decisions.table()) in text
 
 
+@pytest.mark.slow
 def test_a_tree_counts_as_its_elements():
     tree = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.bfloat16), "b": jnp.zeros(5000)}
     found = plan(tree, 4, SLOW, 0.1)
@@ -293,6 +296,7 @@ def test_a_printed_program_trains(pair, usual_jax):
     assert after < 0.9 * before
 
 
+@pytest.mark.slow
 @programs("adamw, local 3, int4", lambda recipe: recipe.is_for_islands)
 def test_a_printed_program_of_an_island_trains(pair, tmp_path, usual_jax):
     recipe, optimizer = pair
@@ -304,6 +308,7 @@ def test_a_printed_program_of_an_island_trains(pair, tmp_path, usual_jax):
     assert float(scope["loss_of"](scope["params"], scope["batches"][0])) < 0.9 * before
 
 
+@pytest.mark.slow
 def test_a_plan_prints_its_program():
     found = plan(10**8, 8, SLOW, 0.1, nats=0.2, steps=1000)
     assert found.program == found.best.recipe.written("adamw", 1000)

@@ -207,6 +207,7 @@ def check_finite(tree):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iteration", some(FORMS, ("alternating",)))
 def test_a_dense_start_zeros_then_a_nan_then_an_overflow(iteration):
     run, state = stepper(iteration)

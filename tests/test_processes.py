@@ -50,6 +50,7 @@ def check(script, names, processes, devices, *given, timeout=TIMEOUT):
         assert [line for line in each if line.endswith("equal")] == [f"{n} equal" for n in names]
 
 
+@pytest.mark.slow
 def test_processes_compute_what_simulated_workers_do(tmp_path):
     names = ["top_k"]
     check("run_contract.py", names, 2, 2, simulated(names, tmp_path / "expected.npz"))

@@ -119,6 +119,7 @@ def draw(quantizer, workers, trials):
     return lambda x: drawn(x, jnp.broadcast_to(keys, (workers, trials)))
 
 
+@pytest.mark.slow
 def test_workers_round_independently():
     # Only one worker's values are not 0. They round to 0 or the largest, which the sum keeps.
     workers, trials, m = 3, 1000, 8
@@ -139,6 +140,7 @@ def test_workers_round_independently():
     assert np.abs((4 * a[:, 1:] * a[:, :-1]).mean(axis=0)).max() < 5 / trials**0.5
 
 
+@pytest.mark.slow
 def test_each_step_rounds_anew():
     reducer = Quantized(QSGD(2, 8))
     gradients = np.broadcast_to(normal((3, 1, 40)), (3, 5, 40))

@@ -160,6 +160,7 @@ def test_sums_that_overflow_count_as_not_sent(reducer):
 CROWDED = S2(0.2, block_size=BLOCK, rows=3, sketch_ratio=0.4, union_density=0.25, seed=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reducer", some([SKETCHED, CROWDED], [CROWDED]), ids=["room", "little room"]
 )
@@ -292,6 +293,7 @@ def test_tables_are_sized_as_documented():
     assert words(size=100) == 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reducer", some([SKETCHED, EXACT], [SKETCHED]), ids=["sketched", "exact"])
 def test_words_are_those_of_the_compiled_program(reducer):
     step = on_workers(lambda x: reducer(x, reducer.init(SIZE), axis_name="data"), 3)

@@ -274,6 +274,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", some(GROUPS, [GROUPS[i] for i in (4, 9)]), ids=str)
 def test_group_top_k_is_exact(group):
     size, k, group_size = group
@@ -303,6 +304,7 @@ def large_groups():
     yield "the last of each group", normal + 50 * (np.arange(size) % 4096 == 4095)
 
 
+@pytest.mark.slow
 def test_top_k_of_large_groups_is_exact_and_in_order():
     for name, x in large_groups():
         x = jnp.float32(x)
@@ -364,6 +366,7 @@ OF_SEED = {
 }
 
 
+@pytest.mark.slow
 def test_blocks_end_where_they_do_beyond_2_to_the_24():
     """Float32 holds no odd number there."""
     counts = np.random.default_rng(0).integers(900, 1025, 40_001, dtype=np.int32)
@@ -406,6 +409,7 @@ def test_bad_k_are_refused_alike(name):
             call(k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(OF_SEED, ["fast_top_k", "hash_extract", "encode"]))
 def test_seeds_of_any_type_are_taken_alike(name):
     call = OF_SEED[name]
@@ -455,6 +459,7 @@ def check_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"),
     rows(

@@ -117,6 +117,7 @@ def test_merge_is_the_sketch_of_the_sum():
     np.testing.assert_array_equal(sketch.merge(tables[0]), tables[0])
 
 
+@pytest.mark.slow
 def test_fresh_seeds_and_signed_seeds_need_no_new_trace():
     traces = 0
 
@@ -185,6 +186,7 @@ def estimates_and_norms(x, spec):
     return jax.lax.map(one, SEEDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cols", [256, 257])
 @structures
 def test_one_row_is_unbiased_with_variance_below_the_bound(name, cols, monkeypatch):
@@ -282,6 +284,7 @@ def check_choice(table, spec, size, choice):
     return indices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", some(USUAL, [CASES[8]]), ids=str)
 @pytest.mark.parametrize("share", some([0, 1], [1]))
 def test_top_k_is_exact_where_every_element_has_a_slot(case, share):
@@ -301,6 +304,7 @@ def test_top_k_is_exact_where_every_element_has_a_slot(case, share):
 LARGE = 200_003
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", some([(1, 2000), (20, 2000), (2000, 2000), (20, 60)], [(20, 60)]), ids=str
 )
@@ -326,6 +330,7 @@ REGIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("region", some(REGIONS, ["stride of a tile"]))
 def test_heavy_regions_are_not_lost_to_each_other(region):
     """The table is exact, so that only the slots can lose. A lone element loses one in 16."""
@@ -356,6 +361,7 @@ def test_indices_are_recovered_where_slots_are_fullest():
     np.testing.assert_array_equal(np.sort(chosen), np.arange(size - k, size))
 
 
+@pytest.mark.slow
 def test_single_large_element_survives_ties():
     spec, size = SketchSpec(5, 1000), 2000
     for index in (0, 1234, size - 1):

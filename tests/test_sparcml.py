@@ -137,6 +137,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "workers", "size", "way"), rows(ROWS[:2], ROWS[2:]))
 def test_rooms_follow_what_sums_need(name, workers, size, way):
     """Four steps against NumPy: supports overlap much, then little, then much. Nothing is lost."""
@@ -243,6 +244,7 @@ def cheapest(conditional):
     return min(map(inner, conditional.branches))
 
 
+@pytest.mark.slow
 def test_auto_takes_the_least_time_and_the_simplest_within_a_tenth():
     """Times are those of alpha-beta formulas, written down once more."""
     rng, seen = np.random.default_rng(0), set()

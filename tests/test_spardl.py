@@ -130,6 +130,7 @@ def test_errors_name_what_is_wrong():
         SparDL(0.1, residuals="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     some([(5, 1, "recursive"), (8, 4, "recursive"), (6, 3, "bruck")], [(6, 3, "bruck")]),

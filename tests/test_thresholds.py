@@ -111,6 +111,7 @@ def test_bisection_equals_its_description(setting):
         np.testing.assert_array_equal(kept.values, x[kept.indices])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", some([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_bisection_keeps_exactly_k(dtype):
     k = 37
@@ -254,6 +255,7 @@ REDUCERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(REDUCERS, ["top_k packed"]))
 def test_nothing_is_lost_with_empty_slots(name):
     workers, size = 4, 601

@@ -33,6 +33,7 @@ def test_gtopk_equals_its_description(workers, way):
         np.testing.assert_array_equal(expected + residuals.sum(0), x.sum(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", some((3, 6, 8), (6,)))
 def test_gtopk_keeps_what_its_codec_rounds(workers):
     """Also on workers beyond a power of two, whose entries are replaced at the end."""
@@ -52,6 +53,7 @@ def test_gtopk_as_published_leaks():
         assert x.sum() - 12 - reduced.residual.sum() == lost
 
 
+@pytest.mark.slow
 @everywhere
 def test_ok_topk_equals_its_description(workers, way):
     room = 4.0 * workers  # room for everything
@@ -148,6 +150,7 @@ def test_ok_topk_draws_regions_of_other_workers_anew():
         assert state.agreed.workers == workers
 
 
+@pytest.mark.slow
 def test_regions_balance_whatever_the_counts():
     regions = Regions(1024 * 7 - 3, 8)
     rng = np.random.default_rng(0)

@@ -197,6 +197,7 @@ def test_it_sends_each_half_in_few_bits_and_nothing_else():
     assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some([AxisType.Auto, AxisType.Explicit], (AxisType.Auto,)))
 def test_other_axes_are_cut_further(kind):
     at = mesh((4, 2), kind)
@@ -309,6 +310,7 @@ def test_an_optimizer_that_breaks_is_seen_and_owes_nothing_for_ever():
     assert np.isfinite(updates["flat"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), rows([(2, 7)], [(7, 8), (8, 3)]))
 def test_reshard_keeps_what_is_owed(before, after):
     """ "odd" is shared by seven workers and not by others, "flat" the other way round."""
