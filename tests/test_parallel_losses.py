@@ -37,6 +37,11 @@ REFUSED = {
     "jit_with_shardings": r"forms.py:\d+ .* once more: leave it out of the in_shardings",
     "custom_partitioning_beside": r"custom_partitioning at .*forms.py:\d+.*leave out jax.set_mesh",
 }
+# What uses the worker's number in a body, and where its specs do not name the axis.
+OF_UNNAMED = dict.fromkeys(
+    ("workers_in_a_jit", "index_of_worker_inside"),
+    r"forms.py:\d+.* uses the worker's number in the jax.shard_map at .*forms.py:\d+",
+)
 OF_SIMULATED = {
     **dict.fromkeys(FORMS, r"shard_map at .*forms.py:\d+.* give it check_vma=False"),
 }
@@ -102,6 +107,7 @@ def test_rows_are_plain_gradients(way):
     loss = FORMS[form](Way(where, named, checked, is_given=not known or named))
     run = jax.jit(jaxsparse.value_and_grad(loss, mesh=where))
     words = REFUSED.get(form) if shape[1:] in ((), (1,)) else None
+    words = words if named else OF_UNNAMED.get(form, words)
     with jax.set_mesh(where) if known else contextlib.nullcontext():
         check_or_refused(lambda: run(*given), forms.right(form, workers), loss, given, words)
 
@@ -146,6 +152,8 @@ def test_simulated_workers_with_a_mesh_of_their_own(form, way):
     loss = FORMS[form](Way(where, named, checked, is_given=True))
     run = jax.jit(jaxsparse.value_and_grad(loss, workers=3))
     words = OF_SIMULATED[form] if checked else None
+    if not named and form in OF_UNNAMED:
+        words = "|".join(filter(None, (words, OF_UNNAMED[form])))
     check_or_refused(lambda: run(*given), forms.right(form, 3), loss, given, words)
 
 
@@ -157,24 +165,18 @@ def test_simulated_workers_and_a_mesh_that_has_more():
         jaxsparse.value_and_grad(loss, workers=3)(forms.W, forms.inputs(3))
 
 
-def ranked(x):
-    return jnp.tanh(x) * (1 + jnp.float32(lax.axis_index("data")))
-
-
-@pytest.mark.parametrize("body", [ranked, jnp.tanh])
-def test_per_worker_runs_one_workers_optimizer(body):
+def test_per_worker_runs_one_workers_optimizer():
     """Each worker's update is made from its own gradients, and nothing else crosses workers."""
     where = mesh_of((4, 2))
     spec = P(None, "tp")
-    split = jax.shard_map(body, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
+    split = jax.shard_map(jnp.tanh, mesh=where, in_specs=spec, out_specs=spec, check_vma=False)
     inner = optax.stateless(lambda updates, _: jax.tree.map(split, updates))
     tx = optax.chain(jaxsparse.per_worker(inner, mesh=where), jaxsparse.dense(mesh=where))
     params, _ = put(where, 4)
     grads = {n: np.arange(4 * x.size).reshape(4, *x.shape) % 7 / 7 for n, x in params.items()}
     grads = jax.tree.map(np.float32, grads)
     found, _ = jax.jit(tx.update)(grads, jaxsparse.shard(tx.init(params), where), params)
-    ranks = np.arange(1.0, 5)[:, None, None] if body is ranked else 1.0
-    check(found, {n: (np.tanh(g) * ranks).mean(0) for n, g in grads.items()})
+    check(found, {n: np.tanh(g).mean(0) for n, g in grads.items()})
 
 
 def by_hand(summed):
@@ -848,19 +850,10 @@ def test_rows_that_a_body_takes_past_its_specs():
 
     for loss, words in (
         (closed, r"shard_map at .*losses.py.* closes over a value .* that grows with the batch"),
-        (by_number, r"dynamic_slice at .*losses.py.* takes a part of one worker's rows by the"),
+        (by_number, r"dynamic_slice at .*losses.py.* uses the worker's number in the"),
     ):
         with pytest.raises(ValueError, match=words):
             jaxsparse.grad(loss, mesh=where)(params, x)
-    # Weights are whole, and a part of them is the worker's own.
-    own = lambda x, a: x * a[lax.axis_index("data")][None]
-    split = jax.shard_map(own, mesh=where, in_specs=(P(), P()), out_specs=P(), check_vma=False)
-    of = lambda f: lambda w, x: jnp.sum(f(x, w["a"][:, :8]) ** 2)
-    plain = jax.grad(of(own))
-    check(
-        jaxsparse.grad(of(split), mesh=where)(params, x),
-        forms.by_worker(plain),
-    )
 
 
 def part(h, rank):
@@ -914,6 +907,26 @@ def through_reference(h):
     kept = jax.new_ref(h)
     kept[...] = 2 * kept[...]
     return kept[...]
+
+
+def part_by_a_reference(h):
+    """JAX differentiates no reference, but in a rule."""
+
+    def rank_in_a_jit():
+        kept = jax.new_ref(jnp.int32(0))
+        jax.jit(lambda: kept.__setitem__(..., rank_of()))()
+        return kept[...]
+
+    size = len(h) // 4
+    f = jax.custom_vjp(lambda h: part(h, rank_in_a_jit()))
+    place = lambda rank, g: lax.dynamic_update_slice_in_dim(
+        jnp.zeros((4 * size, g.shape[1])), g, rank * size, 0
+    )
+    f.defvjp(
+        lambda h: (lambda rank: (part(h, rank), rank))(rank_in_a_jit()),
+        lambda rank, g: (place(rank, g),),
+    )
+    return f(h)
 
 
 mask_of = lambda n: jnp.float32(jnp.arange(n) % 4 == rank_of())[:, None]
@@ -977,6 +990,22 @@ PICKED = {  # what picks some of a worker's rows by its number
     "rule of vjp": rule_of_vjp,
     "rule of jvp": rule_of_jvp,
     "rule of tangents": lambda h: rule_of_jvp(h, of_tangents=True),
+    "number of rows' own": lambda h: jnp.where((jnp.int32(h[:, :1]) % 4 == rank_of()), h, 0),
+    "barrier": lambda h: part(*lax.optimization_barrier((h, rank_of()))),
+    "reduced": lambda h: lax.reduce(
+        jnp.stack([jnp.broadcast_to(mask_of(len(h)), h.shape), h]), jnp.float32(1), lax.mul, (0,)
+    ),
+    "agreed table": lambda h: (
+        jax.nn.one_hot(lax.all_gather(jnp.arange(3, -1, -1), "data")[0][rank_of()], 4)
+        @ h.reshape(4, -1)
+    ),
+    "reference in a jit": part_by_a_reference,
+    "key that hides it": lambda h: part(
+        h, jax.random.key_data(jax.random.wrap_key_data(jnp.uint32([0, rank_of()])))[1]
+    ),
+    "first worker's": lambda h: lax.all_gather(h, "data")[0],
+    "neighbour's": lambda h: lax.ppermute(h, "data", ring),
+    "factor": lambda h: h * jnp.float32(1 + rank_of()),
 }
 
 
@@ -989,7 +1018,7 @@ def test_rows_that_a_body_picks_by_its_number(pick, mapped):
     split = jax.shard_map(mean, mesh=where, in_specs=P(), out_specs=P(), check_vma=False)
     both = lambda h: jax.vmap(split, in_axes=2)(jnp.stack([h, jnp.sin(h)], 2)).sum()
     loss = lambda w, x: (both if mapped else split)(x @ w["a"])
-    words = r"in the jax.shard_map at .*losses.py:\d+.*whose specs do not name the workers' axis"
+    words = r"uses the worker's number in the jax.shard_map at .*losses.py:\d+.*do not name"
     with pytest.raises(ValueError, match=words):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
@@ -999,16 +1028,6 @@ def own_key():
 
 
 NOT_PICKED = {  # what a worker's own number is for
-    "weights": lambda h, a: h * a[rank_of()][None],
-    "factor": lambda h, a: h * jnp.float32(1 + rank_of()),
-    "weights behind nonlinear code": lambda h, a: jax.nn.relu(
-        jax.nn.softmax(h * a[rank_of()][None]) - 0.2
-    ),
-    "weights by one_hot": lambda h, a: h * (jax.nn.one_hot(rank_of(), len(a)) @ a)[None],
-    "weights under a mask": lambda h, a: h @ (a * mask_of(len(a))).T,
-    "branch of weights": lambda h, a: h @ lax.switch(
-        rank_of(), [jnp.sin, jnp.cos, jnp.tanh, jnp.exp], a
-    ).T,
     "dropout": lambda h, a: jnp.where(jax.random.bernoulli(own_key(), 0.5, h.shape), h, 0),
     "key from a table": lambda h, a: h * jax.random.uniform(
         jax.random.split(jax.random.key(3), 4)[rank_of()], h.shape
@@ -1021,7 +1040,16 @@ NOT_PICKED = {  # what a worker's own number is for
 }  # fmt: skip
 
 
-WEIGHED = {  # by weights, another one for each row
+WEIGHED = {  # by weights that it picks
+    "weights": lambda h, a: h * a[rank_of()][None],
+    "weights behind nonlinear code": lambda h, a: jax.nn.relu(
+        jax.nn.softmax(h * a[rank_of()][None]) - 0.2
+    ),
+    "weights by one_hot": lambda h, a: h * (jax.nn.one_hot(rank_of(), len(a)) @ a)[None],
+    "weights under a mask": lambda h, a: h @ (a * mask_of(len(a))).T,
+    "branch of weights": lambda h, a: (
+        h @ lax.switch(rank_of(), [jnp.sin, jnp.cos, jnp.tanh, jnp.exp], a).T
+    ),
     "product": lambda h, a: h * (mask_of(len(h)) * a[: len(h), :1]),
     "bias": lambda h, a: jax.nn.softmax(h + (a[0, 0] - 1e9 * (1 - mask_of(len(h)))), axis=0),
     "sum of rows": lambda h, a: (mask_of(len(h)) * a[: len(h), :1]).T @ h,
@@ -1033,11 +1061,11 @@ def test_rows_that_a_body_weighs_by_its_number(body):
     where = mesh_of((4, 2))
     mean = lambda h, a: lax.pmean(jnp.mean(WEIGHED[body](h, a)), "data")
     split = jax.shard_map(mean, mesh=where, in_specs=(P(), P()), out_specs=P(), check_vma=False)
-    with pytest.raises(ValueError, match=r"masks or weighs them.* at .*losses.py:\d+"):
+    with pytest.raises(ValueError, match=r"uses the worker's number .* at .*losses.py:\d+"):
         jaxsparse.grad(lambda w, x: split(x @ w["a"], w["a"]), mesh=where)(*put(where, 4))
 
 
-@pytest.mark.parametrize("body", some(NOT_PICKED, ["weights"]))
+@pytest.mark.parametrize("body", some(NOT_PICKED, ["dropout"]))
 @pytest.mark.parametrize("mapped", some([False, True], [True]))
 def test_what_a_body_may_do_by_its_number(body, mapped):
     where = mesh_of((4, 2))

@@ -340,7 +340,10 @@ def kind_of(x: Any) -> str | None:
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         return None
-    usual = next(iter(sharding.device_set)).default_memory().kind
+    try:
+        usual = next(iter(sharding.device_set)).default_memory().kind
+    except jax.errors.JaxRuntimeError:  # one to compile for ahead of time may not know
+        usual = "device"
     return None if sharding.memory_kind == usual else sharding.memory_kind
 
 

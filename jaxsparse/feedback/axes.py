@@ -292,7 +292,8 @@ class RowsReading(Reading[Known]):
         if name == "reshape":
             return reshaped(rows, shape, equation.outvars[0].aval.shape)
         rule, is_mapped = MOVES.get(name) or ALONG.get(name), "vmap(" in self.scopes
-        is_mapped_over = is_mapped and all(x is None or x.axis in (0, _SPREAD) for x in inputs)
+        axes = {x.axis for x in inputs if isinstance(x, RowAxis)}
+        is_mapped_over = is_mapped and axes <= {0, _SPREAD}
         if rule is None:
             is_other = name in OTHERS or any(compat.inner_programs(equation.params))
             is_trusted = is_mapped_over or (is_other and name != "custom_linear_solve")
@@ -302,8 +303,8 @@ class RowsReading(Reading[Known]):
             return TRUSTED
         if not is_known or (self.only_elements and name not in WHOLE and not is_mapped):
             return None
-        axes = [x.axis if isinstance(x, RowAxis) else None for x in inputs]
-        moved = rule(Call(equation.params, shapes, axes, rows.axis, shape))
+        of_each = [x.axis if isinstance(x, RowAxis) else None for x in inputs]
+        moved = rule(Call(equation.params, shapes, of_each, rows.axis, shape))
         if moved is None or moved == TRUSTED.axis:
             return moved if moved is None else TRUSTED
         return rows._replace(axis=int(moved))  # and no integer of NumPy

@@ -79,9 +79,8 @@ def check_named(
                 "(jax.custom_batching) would be given all workers' rows, and a jax.shard_map in it "
                 f"uses the workers' axis {axis_name!r}: put the rule into the body, or leave it out"
             )
-    found = ranks.Ranks.in_program(program, of_batch, axis_name)
-    is_ranked = any(c.is_named or _use(c, axis_name) == _RANK for c in calls)
-    if not (is_ranked or found.picked or found.weighed):
+    ranks.check_unnamed(program, of_batch, axis_name, {c.number: c.place for c in calls})
+    if not any(c.is_named or _use(c, axis_name) == _RANK for c in calls):
         return
     growing, few = set[int](), dict[int, Any]()
     if any(of_batch):
@@ -104,9 +103,7 @@ def check_named(
             own = program
         _pair(own, program, few)
         growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m)), workers)}
-        found = ranks.Ranks.in_program(program, of_batch, axis_name)
-    places = {mark.params["call"].number: mark.params["call"].place for mark in _marks(program)}
-    reading = _RowsOfBatch(axis_name, growing, few, found, places)
+    reading = _RowsOfBatch(axis_name, growing, few)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
     reading.refuse_unread(e for e, _ in compat.scoped(program))
     if reading.refusals:
@@ -215,20 +212,12 @@ class _RowsOfBatch(RowsReading):
         refusals: what is wrong, as errors.
     """
 
-    def __init__(
-        self,
-        axis_name: str,
-        growing: set[int],
-        few: dict[int, Any],
-        found: ranks.Ranks,
-        places: dict[int, str],
-    ) -> None:
+    def __init__(self, axis_name: str, growing: set[int], few: dict[int, Any]) -> None:
         super().__init__()
         self._few = few  # equations of one worker's rows, by those of all
         self.refusals = list[str]()
         self._axis_name, self._growing = axis_name, growing
         self._taken = dict[Any, dict[int, tuple[Any, Found]]]()  # by call, and number
-        self._ranks, self._places = found, places  # what picks, and where bodies are, by number
         self._results = dict[Any, Found]()  # of functions with a derivative of their own
         self._read = set[int]()  # marks, by id
         self._is_silent = False  # what JAX made of a `shard_map` was judged as it was written
@@ -255,56 +244,6 @@ class _RowsOfBatch(RowsReading):
 
     def stacked(self, value: Any) -> Any:
         return _moved(value, 1) if isinstance(value, _Alike) else super().stacked(value)
-
-    def equation(self, equation: Any, inputs: list[Any]) -> list[Any]:
-        made = super().equation(equation, inputs)
-        if (found := self._picked(equation, inputs)) is not None:
-            number, of, fix = found
-            place = self._places.get(number, "unknown place")
-            self.refusals.append(
-                f"{place_in_source(self.around or equation)} takes a part of {of} by the worker's "
-                "number, masks or weighs them, or picks by it what runs on them, in the "
-                f"jax.shard_map at {place}, whose specs do not name the workers' axis "
-                f"{self._axis_name!r}. {fix}"
-            )
-        return made
-
-    def _picked(self, equation: Any, inputs: list[Any]) -> tuple[int, str, str] | None:
-        """Of which body an operation picks by the worker's number, what of, and what to write."""
-        scopes = f"{self.scopes}/{compat.name_stack(equation)}"
-        number = self._ranks.picked.get(id(equation))
-        if number is not None and ranks.is_tangent(scopes):
-            fix = "Whether these are of rows can't be told: write the rule with jax.custom_vjp"
-            return number, "tangents in a rule of jax.custom_jvp", fix
-        if not ranks.is_judged(scopes):
-            return None
-        data, _ = ranks.split(equation, inputs)
-        is_rule = "backward" in {kind for kind, _ in ranks.RULE.findall(scopes)}
-        if is_rule and not any(isinstance(x, RowAxis | str) for x in data):
-            number = None  # a cotangent of weights
-        if number is None and self._is_weighed(equation, inputs):
-            number, _ = self._ranks.weighed[id(equation)]
-        fix = "It has this worker's rows alone, whole: name the axis in in_specs, or take all"
-        return None if number is None else (number, "one worker's rows", fix)
-
-    def _is_weighed(self, equation: Any, inputs: list[Any]) -> bool:
-        """Whether what is made of weights and the worker's number is another one for each row."""
-        if id(equation) not in self._ranks.weighed:
-            return False
-        _, weights = self._ranks.weighed[id(equation)]
-        shapes = [x.aval.shape for x in compat.inputs_of(equation)]
-        alike = [x.axes if isinstance(x, _Alike) else frozenset[int]() for x in inputs]
-        rows = [(i, x) for i, x in enumerate(inputs) if isinstance(x, RowAxis)]
-        if not rows:  # weights are taken for such that are the same for all
-            is_lost = any(isinstance(x, str) for x in inputs)
-            factors = [i for i, is_factor in weights.items() if is_factor]
-            return is_lost and any({*range(len(shapes[i]))} - alike[i] for i in factors)
-        side, (axis, _, order) = rows[0]
-        # Micro-batches, or other parts of all rows, are along the axes before.
-        axes = {axis} if order == "all" else {*range(axis + 1)}
-        if equation.primitive.name == "dot_general":
-            return not axes.isdisjoint(equation.params["dimension_numbers"][0][side])
-        return any(shapes[i] and not axes <= alike[i] for i in weights)
 
     def operation(self, equation: Any, inputs: list[Any]) -> list[Any]:
         name = equation.primitive.name

@@ -12,19 +12,14 @@ from jax.extend.core import Jaxpr
 
 from jaxsparse.comm import compat, shard_maps
 from jaxsparse.comm.flow import Reading
-from jaxsparse.feedback.axes import ELEMENTWISE, OTHERS
+from jaxsparse.feedback.axes import ONE_BY_ONE, OTHERS
 
-# What a value is made of, as bits: what is equal on all workers, as weights are; a worker's rows,
-# or what is drawn from keys of its own; its number; and that this was compared, as for a mask.
-# Constants have none.
-_EQUAL, _OWN, _RANKED, _COMPARED = 1, 2, 4, 8
-# How many operands stand in front of indices, or of sizes of groups.
-_OPERANDS = {"dynamic_slice": 1, "gather": 1, "dynamic_update_slice": 2, "ragged_dot_general": 2}
+# What a value is made of, as bits: a worker's rows, or what is drawn from keys of its own; and its
+# number. Constants and what is equal on all workers, as weights are, have none.
+_OWN, _RANKED = 1, 2
 _WHOLE = re.compile(shard_maps.WHOLE + r"_(\d+)")
 DRAWN = ("random_", "threefry")
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-# Collectives that give each worker a part of an array.
-_DIVIDING = compat.MOVING - {"ppermute"}
+_WRAPS = {"random_wrap", "random_unwrap"}  # they draw nothing
 # The scopes of rules of custom derivatives.
 RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward|tangent)_(\d+)")
 
@@ -35,42 +30,33 @@ def is_judged(scopes: str) -> bool:
     return is_rule or "transpose(jvp(" not in scopes
 
 
-def is_tangent(scopes: str) -> bool:
-    """Whether code is that of a rule of `jax.custom_jvp`, in a backward pass."""
-    return bool(RULE.search(scopes)) and not is_judged(scopes)
-
-
 class Ranks(Reading[int]):
-    """Finds what picks by the worker's number, and what workers would not all take part in.
+    """Finds what uses the worker's number, and what workers would not all take part in.
 
     A body whose specs do not name the axis has all workers' rows under `jax.jit`, on each device.
-    There the worker's number picks some of them. Here it would pick of one worker's. Factors may be
-    made of the number, and weights be picked by it, if they are the same for all rows.
+    Here it has one worker's. Whatever its number picks, masks or weighs there is another thing
+    here, so that it may make keys of random numbers, and no more. Whole numbers and flags that are
+    made of it alone do not count, until they meet rows, or pick or become a factor.
 
     Attributes:
-        picked: operations in such bodies that mask rows, or what is made of them, by the number,
-            index, sort or split them by it, or run a branch, a loop or a kernel by it. By their id,
-            the numbers of their bodies.
-        weighed: operations that combine these with factors or weights that depend on the number. By
-            their id, the numbers of their bodies, and for each such operand whether it is a factor.
+        used: operations that use it, by their id, with the number of the body that each is in,
+            None outside of those whose specs do not name the axis.
         alone: the names and places of branches and loops that communicate, and whose condition is a
             worker's own.
-        is_used: whether the number is used at all, but for keys of random numbers.
     """
 
     nothing = 0
 
     def __init__(self, axis_name: str) -> None:
         super().__init__()
-        self.picked, self.is_used = dict[int, int](), False
+        self.used = dict[int, tuple[Any, int | None]]()
         self.alone = list[tuple[str, str]]()
-        self.weighed = dict[int, tuple[int, dict[int, bool]]]()
         self._axis_name = axis_name
 
     @classmethod
     def in_program(cls, program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> "Ranks":
         found = cls(axis_name)
-        found.program(program, [_OWN if yes else _EQUAL for yes in is_own])
+        found.program(program, [_OWN if yes else 0 for yes in is_own])
         return found
 
     def join(self, values: Iterable[int]) -> int:
@@ -78,93 +64,99 @@ class Ranks(Reading[int]):
 
     def decided(self, equation: Any, by: int, inputs: list[int]) -> None:
         programs = [*compat.inner_programs(equation.params)]
-        is_own = by & (_OWN | _RANKED)
-        if is_own and any(shard_maps.communicates(inner, self._axis_name) for inner in programs):
+        if by and any(shard_maps.communicates(inner, self._axis_name) for inner in programs):
             inside = (e for inner in programs for e, _ in compat.scoped(inner))
             every = filter(None, (equation, self.around, *inside))
             where = next((e for e in every if compat.frames_of(e)[0]), equation)
             self.alone.append((equation.primitive.name, compat.place_of(where)))
-        if _is_picked(by):
-            self._picks(equation, inputs)
+        if by & _RANKED and equation.outvars:  # one worker alone may print
+            self._uses(equation)
 
     def _body(self) -> int | None:
         """The number of the body that an operation is in, if its specs do not name the axis."""
         found = _WHOLE.findall(self.scopes)
         return int(found[-1]) if found and shard_maps.CUT not in self.scopes else None
 
-    def _picks(self, equation: Any, of: Sequence[int]) -> None:
-        number, kinds = self._body(), _OWN | (_EQUAL if is_tangent(self.scopes) else 0)
-        # One worker alone may print.
-        if number is not None and equation.outvars and self.join(of) & kinds:
-            self.picked[id(equation)] = number
+    def _uses(self, equation: Any) -> None:
+        self.used[id(equation)] = self.around or equation, self._body()
 
     def operation(self, equation: Any, inputs: list[int]) -> list[int]:
         name, params = equation.primitive.name, equation.params
         if name == "shard_map":
             return self.program(params["jaxpr"], inputs)
-        made_of = [x.aval for x in equation.outvars]
+        if name == shard_maps.MARK:
+            call = params["call"]
+            if inputs[0] == _RANKED and params["verb"] == "makes" and not call.is_named:
+                self.used[id(equation)] = equation, call.number
+            return inputs
+        if name in ONE_BY_ONE:
+            return inputs
+        made, types = self.join(inputs), [x.aval for x in equation.outvars]
+        every = lambda value: [value] * len(types)
         is_over = self._axis_name in compat.axes_of(params)
-        made, indices = self.join(inputs), split(equation, inputs)[1]
-        is_key = name.startswith(DRAWN) or any(
-            jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in made_of
-        )
         programs = [*compat.inner_programs(params)]
+        is_of = lambda x, kind: jax.dtypes.issubdtype(x.dtype, kind)
+        if name in _WRAPS:
+            return every(made)
+        if name.startswith(DRAWN) or any(is_of(x, jax.dtypes.prng_key) for x in types):
+            return every(_OWN if made else 0)
+        if name == "axis_index" and is_over:
+            return every(_RANKED)
         if is_over and name in compat.OPCODES:
-            if name in compat.MOVING or params.get("axis_index_groups") is not None:
-                made |= 0 if made & _OWN else _RANKED
-                self._picks(equation, inputs if name in _DIVIDING else ())
-            else:
-                made = _EQUAL
-        elif name == "axis_index" and is_over:
-            made = _RANKED
-        elif name in compat.KERNELS | OTHERS:
+            has_groups = params.get("axis_index_groups") is not None
+            is_sum = compat.OPCODES[name] == "all-reduce" and not has_groups
+            if made & _OWN and not is_sum:  # others' rows are in the order of numbers
+                self._uses(equation)
+            if is_sum or (name not in compat.MOVING and not has_groups):
+                return every(0)
+            return every(_OWN if made & _OWN else _RANKED)
+        if name in compat.KERNELS | OTHERS:
             of_kernel = [e for inner in programs for e, _ in compat.scoped(inner)]
             is_over |= any(self._axis_name in compat.axes_of(e.params) for e in of_kernel)
-            made |= _RANKED if is_over else 0
-            self._picks(equation, inputs if is_over or any(map(_is_picked, inputs)) else ())
+            made |= (_RANKED if is_over else 0) | (_OWN if name == "io_callback" else 0)
         elif programs:  # that of a linear solve, and of what is not known
             for inner in programs:
                 made |= self.join(self.program(inner, [made] * len(inner.invars)))
-        picked = [i for i, x in enumerate(inputs) if _is_picked(x)]
-        is_mask = any(inputs[i] & (_COMPARED | _EQUAL) == _COMPARED for i in picked)
-        is_one_by_one = name in ELEMENTWISE | {"dot_general"} or compat.is_elementwise(equation)
-        by = {"select_n": inputs[:1], "sort": inputs}.get(name, indices)
-        if picked and not is_key:
-            if is_mask or any(map(_is_picked, by)):
-                self._picks(equation, inputs)
-            elif is_one_by_one and made & _OWN and (number := self._body()) is not None:
-                self.weighed[id(equation)] = number, {i: not inputs[i] & _EQUAL for i in picked}
-        if name in _COMPARISONS and _is_picked(made):
-            made |= _COMPARED
-        # A whole number may become a key's, as step * W + rank. Behind a clamp it picks a branch.
-        is_number = name != "clamp" and all(
-            x.shape == () and jnp.issubdtype(x.dtype, jnp.integer) for x in made_of
-        )
-        self.is_used |= bool(self.join(inputs) & _RANKED) and not is_key and not is_number
-        if is_key and made & _RANKED:
-            made = _OWN
-        return [made] * len(equation.outvars)
-
-
-def _is_picked(bits: int) -> bool:
-    """Whether a value is made of the worker's number, and of nothing else of its own."""
-    return bool(bits & _RANKED) and not bits & _OWN
-
-
-def split(equation: Any, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
-    """What is known of an operation's operands, apart from indices, and of these."""
-    name = equation.primitive.name
-    if name.startswith("scatter"):
-        return [inputs[0], inputs[2]], inputs[1:2]
-    first = _OPERANDS.get(name, len(inputs))
-    return inputs[:first], inputs[first:]
+        is_number = all(not is_of(x, jnp.inexact) for x in types)
+        if made & _RANKED:
+            is_kept = any(map(compat.is_reference, equation.invars))
+            if made & _OWN or is_kept or not is_number:
+                self._uses(equation)
+            if self._body() is None and not (is_number and made == _RANKED):
+                made = _OWN  # outside of such a body, the worker's own
+        return every(made)
 
 
 def uses_number(program: Jaxpr, axis_name: str) -> bool:
     """Whether a body uses the worker's number, but for keys of random numbers."""
     ranks = Ranks(axis_name)
-    made = ranks.program(program, [_EQUAL] * len(program.invars))
-    return ranks.is_used or bool(ranks.join(made) & _RANKED)
+    made = ranks.program(program, [_OWN] * len(program.invars))
+    return bool(ranks.used) or bool(ranks.join(made) & _RANKED)
+
+
+def check_unnamed(
+    program: Jaxpr, is_own: Sequence[bool], axis_name: str, places: dict[int, str]
+) -> None:
+    """Raises ValueError if a body whose specs do not name the axis uses the worker's number.
+
+    Args:
+        program: of one worker.
+        is_own: of each argument, whether it is the worker's own.
+        axis_name: the axis of the workers.
+        places: of each body, by its number, where its `shard_map` is.
+    """
+    found = Ranks.in_program(program, is_own, axis_name)
+    for equation, number in found.used.values():
+        if number is not None:
+            name, place = equation.primitive.name, compat.place_and_call(equation)
+            raise ValueError(
+                f"the {name} at {place} uses the worker's number in the jax.shard_map at "
+                f"{places.get(number, 'unknown place')}, whose specs do not name the workers' axis "
+                f"{axis_name!r}. Under jax.jit each device has all workers' rows there, and here "
+                "one worker's: name the axis in in_specs and out_specs. Without, the number (and "
+                "what ppermute, psum_scatter or all_to_all makes over that axis) may make keys of "
+                "random numbers alone"
+            )
 
 
 def check_branches(program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> None:
