@@ -73,6 +73,24 @@ def summed_in_a_reference(rows):
     return jax.lax.scan(turn, 0, rows)[1]
 
 
+def in_halves(column):
+    """Each half over its largest element, as blocks of a quantiser."""
+    half = column[:, :4].reshape(2, -1)
+    over = half / jnp.abs(half).max(1, keepdims=True)
+    return column.at[:, :4].set(over.reshape(-1, 4))
+
+
+def over_a_norm_in_a_reference(rows):
+    kept = jax.new_ref(jnp.float32(0))
+
+    def turn(carry, row):
+        kept[...] += jnp.sum(row**2)
+        return carry, None
+
+    jax.lax.scan(turn, 0, rows)
+    return rows / jnp.sqrt(kept[...])
+
+
 TENTH = np.eye(3, dtype=np.float32) + 0.1
 # What is no worker's own any more.
 MIXED = {
@@ -177,6 +195,22 @@ MIXED = {
     },
     "over the largest": lambda g: {**g, "w": g["w"] / g["w"][jnp.argmax(g["w"][:, :, 0], 1)]},
     "sum in a reference": lambda g: {**g, "b": summed_in_a_reference(g["b"])},
+    "norm in a reference": lambda g: {**g, "b": over_a_norm_in_a_reference(g["b"])},
+    "mean of mapped rows": each(jax.vmap(lambda x: x - jax.lax.pmean(x, "rows"), axis_name="rows")),
+    "halves of columns": lambda g: {**g, "w": jax.vmap(in_halves, -1, -1)(g["w"])},
+    "solve in another map": lambda g: {
+        **g,
+        "b": jax.vmap(lambda a: a * jax.scipy.sparse.linalg.cg(lambda x: TENTH @ x, g["b"])[0])(
+            jnp.ones(2)
+        ).mean(0),
+    },
+    "largest of workers": lambda g: {**g, "b": jax.lax.top_k(g["b"], 3, axis=0)[0]},
+    "linear call": lambda g: {
+        **g,
+        "b": jax.custom_derivatives.linear_call(
+            lambda _, x: jnp.cumsum(x, 0), lambda _, x: jnp.cumsum(x, 0), (), g["b"]
+        ),
+    },
     "conjugate gradients": of_cube(
         lambda x: (
             x * jax.scipy.sparse.linalg.cg(lambda u: u + u.sum(), x[:, 0, 0])[0][:, None, None]
@@ -432,10 +466,6 @@ OWN = {
         by(jaxsparse.per_worker(optax.stateless(lambda g, p: each(clipped)(g)), workers=WORKERS)),
         clipped,
     ),
-    "rows that differ from their mean": (
-        each(jax.vmap(lambda x: x - 0 * jax.lax.pmean(x, "rows"), axis_name="rows")),
-        lambda x: x,
-    ),
 }
 
 
@@ -452,6 +482,33 @@ def test_what_is_done_to_each_workers_own_gradient_stays_allowed(name):
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected
     )
+
+
+@pytest.mark.parametrize("seeds", [2, WORKERS])
+def test_steps_that_are_mapped_or_differentiated_are_judged(seeds):
+    """Rows then stand behind the axis that is mapped, however long it is."""
+
+    def loss(front, params, x):
+        updates, _ = EXCHANGE.update(front(ROWS(params, x)), EXCHANGE.init(params), params)
+        return sum(map(jnp.sum, jax.tree.leaves(updates)))
+
+    many = jax.tree.map(lambda x: jnp.stack([x] * seeds), (START, INPUTS))
+    ways = {
+        "mapped": lambda front: jax.vmap(lambda p, x: loss(front, p, x))(*many),
+        "slope": lambda front: jax.grad(lambda p: loss(front, p, INPUTS))(START),
+    }
+    for run in ways.values():
+        jax.jit(lambda run=run: run(each(lambda g: 2 * g))).trace()
+        with pytest.raises(ValueError, match="In front of the exchange"):
+            jax.jit(lambda run=run: run(MIXED["norm"])).trace()
+
+
+def test_as_many_micro_batches_at_once_as_workers_are_averaged():
+    def parts(params, x):
+        found = jax.vmap(lambda part: ROWS(params, part))(x[:9].reshape(WORKERS, WORKERS, 5))
+        return jax.tree.map(lambda g: g.mean(0), found)
+
+    exchanged(lambda g: g, parts, traced=lambda step: lambda *a: jax.eval_shape(step, *a))
 
 
 def test_rows_from_elsewhere_are_not_judged():

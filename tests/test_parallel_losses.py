@@ -1003,6 +1003,9 @@ PICKED = {  # what picks some of a worker's rows by its number
     "key that hides it": lambda h: part(
         h, jax.random.key_data(jax.random.wrap_key_data(jnp.uint32([0, rank_of()])))[1]
     ),
+    "bits of a key": lambda h: part(
+        h, jax.random.PRNGKey(lax.axis_index("data"))[1].astype(jnp.int32)
+    ),
     "first worker's": lambda h: lax.all_gather(h, "data")[0],
     "neighbour's": lambda h: lax.ppermute(h, "data", ring),
     "factor": lambda h: h * jnp.float32(1 + rank_of()),
@@ -1021,6 +1024,48 @@ def test_rows_that_a_body_picks_by_its_number(pick, mapped):
     words = r"uses the worker's number in the jax.shard_map at .*losses.py:\d+.*do not name"
     with pytest.raises(ValueError, match=words):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+def test_sums_of_groups_tell_workers_apart():
+    where = mesh_of((8,))
+    sums = lambda h: (
+        h
+        * lax.psum(h.mean(0, keepdims=True), "data", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]])
+    )
+    split = cut(sums, where, P("data"), P("data"))
+    loss = lambda w, x: jnp.mean(split(jnp.sort(x @ w["a"], 0)))
+    with pytest.raises(ValueError, match="in another order"):
+        jaxsparse.grad(loss, mesh=where)(*put(where, 8))
+
+
+def test_a_token_has_no_type():
+    where = mesh_of((8,))
+    marked = lambda h: (lax.after_all(lax.create_token(h)), h)[1]
+    loss = lambda w, x, mark=marked: jnp.mean(mark(jnp.tanh(x @ w["a"])) ** 2)
+    found = jax.jit(jaxsparse.grad(loss, mesh=where))(*put(where, 8))
+    check(found, forms.by_worker(jax.grad(lambda w, x: loss(w, x, lambda h: h)), workers=8))
+
+
+def test_what_named_bodies_number_is_a_workers_own():
+    """As positions of rows are."""
+    where = mesh_of((4, 2))
+    places = lambda h: lax.axis_index("data") * len(h) + jnp.arange(len(h))
+    number = cut(places, where, P("data"), P("data"))
+    scaled = cut(lambda p, h: jnp.sin(p)[:, None] * h, where, (P(), P(None, "tp")), P(None, "tp"))
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w["a"])
+        return jnp.mean(scaled(number(h).astype(h.dtype), h) ** 2)
+
+    found = jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+    def one(w, x, first):
+        at = jnp.sin(first + jnp.arange(len(x), dtype=x.dtype))
+        return jnp.mean((at[:, None] * jnp.tanh(x @ w["a"])) ** 2)
+
+    parts = np.split(forms.inputs(4), 4)
+    own = [jax.grad(one)(forms.W, x, jnp.float32(i * len(x))) for i, x in enumerate(parts)]
+    check(found, jax.tree.map(lambda *each: np.stack(each), *own))
 
 
 def own_key():

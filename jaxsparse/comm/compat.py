@@ -283,6 +283,19 @@ def variable(x: Any) -> Any:
     return None if isinstance(found, Literal) else found
 
 
+def under(x: Any, axis: int) -> tuple[Any, int]:
+    """The traced value that `jax.vmap` and derivatives have wrapped, and where an axis is in it."""
+    while not hasattr(x, "parent"):
+        if hasattr(x, "batch_dim") and hasattr(x, "val"):
+            is_before = isinstance(x.batch_dim, int) and x.batch_dim <= axis
+            x, axis = x.val, axis + is_before
+        elif isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):
+            x = x.primal
+        else:
+            break
+    return x, axis
+
+
 def made_by(values: Sequence[Any], is_first: Callable[[Any], bool]) -> list[Any]:
     """The equations that made traced values, in their order.
 

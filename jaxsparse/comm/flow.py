@@ -31,6 +31,7 @@ class Reading(abc.ABC, Generic[T]):
 
     def __init__(self) -> None:
         self.scopes, self.depth = "", 0
+        self._kept = dict[Any, T]()  # by references, what was written
         self.around: Any = None
 
     @abc.abstractmethod
@@ -62,17 +63,25 @@ class Reading(abc.ABC, Generic[T]):
             inputs = [self.of(known, x) for x in compat.inputs_of(equation)]
             known.update(zip(equation.outvars, self.equation(equation, inputs)))
             written = [x for x in compat.inputs_of(equation) if compat.is_reference(x)]
-            if written:  # it keeps this for the next turn of a loop, too
-                kept = self.carried(self.join(inputs), equation)
-                known.update(dict.fromkeys(written, kept))
+            for x in written:  # it keeps this for the next turn of a loop, and behind a call, too
+                inner = self._inner_references(equation)
+                kept = [self._kept[y] for y in inner if y in self._kept]
+                known[x] = self._kept[x] = self.join((*kept, self.of(known, x), *inputs))
         return known
+
+    def _inner_references(self, equation: Any) -> Iterator[Any]:
+        for program in compat.inner_programs(equation.params):
+            yield from filter(compat.is_reference, program.invars)
 
     def of(self, known: dict[Any, T], x: Any) -> T:
         return self.nothing if isinstance(x, Literal) else known.get(x, self.nothing)
 
     def program(self, program: Jaxpr, given: Sequence[T]) -> list[T]:
         """What is known of a program's outputs."""
-        known = self.read(program.eqns, dict(zip(program.invars, given)))
+        before = [(x, self._kept[x]) for x in program.invars if x in self._kept]
+        known = dict(zip(program.invars, given))
+        known.update((x, self.join((self.of(known, x), kept))) for x, kept in before)
+        known = self.read(program.eqns, known)
         return [self.of(known, x) for x in program.outvars]
 
     def equation(self, equation: Any, inputs: list[T]) -> list[T]:
@@ -121,11 +130,13 @@ class Reading(abc.ABC, Generic[T]):
         self, body: Jaxpr, given: list[T], first: int, carried: int, equation: Any
     ) -> list[T]:
         """What a loop makes. What it carries goes through it until nothing new is known."""
+        written = dict(self._kept)
         while True:
             made = self.program(body, given)
-            before = given[first : first + carried]
+            before, references = given[first : first + carried], written
             kept = [self.carried(x, equation) for x in made[:carried]]
             after = [self.join(pair) for pair in zip(before, kept)]
-            if after == before:
+            written = dict(self._kept)
+            if after == before and written == references:
                 return [*after, *made[carried:]]
             given = [*given[:first], *after, *given[first + carried :]]

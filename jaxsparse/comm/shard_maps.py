@@ -525,7 +525,8 @@ def without(spec: Any, axis_name: str) -> Any:
     return PartitionSpec(*parts, **kinds)
 
 
-def _identity(name: str, type_of: Callable[..., Any]) -> Primitive:
+def identity(name: str, type_of: Callable[..., Any]) -> Primitive:
+    """An operation of this name that changes nothing, but the type as `type_of` says."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(type_of)
@@ -540,7 +541,7 @@ def _identity(name: str, type_of: Callable[..., Any]) -> Primitive:
 # Marks arguments and results of a shard_map: its call, their number there, what it does with them,
 # the dimension that a spec cuts over the axis of workers, the number of elements along it, and
 # whether a `vmap` gave the value another dimension.
-_mark = _identity(MARK := "names_workers", lambda aval, **_: aval)
+_mark = identity(MARK := "names_workers", lambda aval, **_: aval)
 # Of arguments that were tangents, marks of their cotangents are left.
 ad.deflinear2(
     _mark,
@@ -567,14 +568,14 @@ def _batched_mark(
 compat.set_rule_of_vmap(_mark, _batched_mark)
 
 # Tags results of a custom derivative's forward rule, and what its backward rule is given for them.
-_tag = _identity(TAG := "tagged_result", lambda aval, **_: aval)
+_tag = identity(TAG := "tagged_result", lambda aval, **_: aval)
 ad.defjvp(_tag, lambda tangent, _, **__: tangent)
 MARKS = (MARK, TAG)
 
 # Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
 # JAX's own cast to varying would sum them over workers.
 _enter, _leave = (
-    _identity(name, lambda aval, *, axis_name, yes=yes: compat.with_varying(aval, axis_name, yes))
+    identity(name, lambda aval, *, axis_name, yes=yes: compat.with_varying(aval, axis_name, yes))
     for name, yes in (("enter_worker", True), ("leave_worker", False))
 )
 ad.deflinear2(_enter, lambda ct, _, *, axis_name: [leave(ct, axis_name)])

@@ -58,16 +58,21 @@ class Call(NamedTuple):
         return self.axis if is_whole else None
 
 
-def reshaped(rows: RowAxis, shape: tuple[int, ...], new: tuple[int, ...]) -> RowAxis:
-    """Where rows of one shape are in another one."""
+def reshaped(
+    rows: RowAxis, shape: tuple[int, ...], new: tuple[int, ...], workers: int = 0
+) -> RowAxis:
+    """Where rows of one shape, of so many workers if that is known, are in another one."""
     size = rows.block
     count = math.prod(shape) // max(size, 1)
     if rows.axis != _SPREAD:
         size, count = size * math.prod(shape[rows.axis + 1 :]), shape[rows.axis] // size
+    count = workers if workers and rows.order == "again" else count
     for i, n in enumerate(new):
         inner = math.prod(new[i + 1 :])
         if inner and size % inner == 0 and n * inner % max(count * size, 1) == 0:
             order = rows.order if n * inner == count * size else "again"
+            if order == "again" and workers and n * inner == count * size:
+                order = "all"  # each once
             return RowAxis(i, size // inner, order)
     is_inner = rows.axis != _SPREAD and math.prod(shape[: rows.axis]) > 1
     return RowAxis(_SPREAD, size, "again" if is_inner else rows.order)
@@ -210,14 +215,15 @@ ALONG: dict[str, _Rule] = {
     **{f"reduce_window{x}": _windowed for x in ("", "_max", "_min", "_sum")},
     "approx_top_k": lambda call: call.beside([call.params["reduction_dimension"]]),
     "sort": lambda call: call.beside([call.params["dimension"]]),
-    "top_k": lambda call: call.beside([len(call.shape) - 1]),
+    "top_k": lambda call: call.beside([call.params.get("axis", len(call.shape) - 1)]),
     **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd"), _of_matrix),
     "triangular_solve": _solved,
 }
 # What takes operands whose rows are along other axes.
 OF_SEVERAL = {"dot_general", "gather", *(name for name in MOVES if name.startswith("scatter"))}
-# What is trusted, as all that has another kind of program inside is.
+# What may do anything inside, and is trusted.
 OTHERS = {"ffi_call", "io_callback", "pure_callback", "random_gamma"}
+TRUSTED_CALLS = OTHERS | compat.KERNELS | {"custom_partitioning", "shard_map"}
 
 
 class RowsReading(Reading[Known]):
@@ -233,8 +239,8 @@ class RowsReading(Reading[Known]):
 
     def __init__(self, only_elements: bool = False) -> None:
         super().__init__()
-        self.only_elements = only_elements
-        self._blocks = dict[int, int]()  # of rows that loops go over, by their depth
+        self.only_elements, self.workers = only_elements, 0
+        self._blocks = dict[int, tuple[int, int]]()  # of rows that loops go over, by their depth
 
     def join(self, values: Iterable[Known]) -> Known:
         found = {x for x in values if x is not None}
@@ -249,17 +255,20 @@ class RowsReading(Reading[Known]):
             return _shifted(value, -1)
         if value.axis == _SPREAD:
             return place_in_source(self.around or equation)
-        self._blocks[self.depth] = value.block
+        number, block = self._blocks.get(self.depth, (None, value.block))
+        if number == id(equation) and block != value.block:
+            return place_in_source(self.around or equation)  # rows of two arrays, by turns
+        self._blocks[self.depth] = id(equation), value.block
         return RowAxis(_SINGLE, self.depth)
 
     def stacked(self, value: Known) -> Known:
         if value == RowAxis(_SINGLE, self.depth):
-            return RowAxis(0, self._blocks[self.depth])
+            return RowAxis(0, self._blocks[self.depth][1])
         return _shifted(value, 1)
 
     def carried(self, value: Known, equation: Any) -> Known:
         # It meets the other rows.
-        is_of_row = equation.primitive.name != "while" and value == RowAxis(_SINGLE, self.depth)
+        is_of_row = equation.primitive.name == "scan" and value == RowAxis(_SINGLE, self.depth)
         return place_in_source(self.around or equation) if is_of_row else value
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
@@ -280,8 +289,7 @@ class RowsReading(Reading[Known]):
     def _moved(self, equation: Any, inputs: list[Known]) -> Known:
         """Where an operation leaves rows, None where it does not keep them apart.
 
-        Where `jax.vmap` maps over rows, no operation mixes them. JAX lays the axis that is mapped
-        first for what is not known here, so that rows which are first there are trusted.
+        A scope of `jax.vmap` does not tell over what it maps, so that nothing is trusted for it.
         """
         name, given = equation.primitive.name, compat.inputs_of(equation)
         shapes = [x.aval.shape for x in given]
@@ -290,23 +298,19 @@ class RowsReading(Reading[Known]):
         if name in ELEMENTWISE or compat.is_elementwise(equation):
             return rows if is_one else None
         if name == "reshape":
-            return reshaped(rows, shape, equation.outvars[0].aval.shape)
+            return reshaped(rows, shape, equation.outvars[0].aval.shape, self.workers)
         rule, is_mapped = MOVES.get(name) or ALONG.get(name), "vmap(" in self.scopes
-        axes = {x.axis for x in inputs if isinstance(x, RowAxis)}
-        is_mapped_over = is_mapped and axes <= {0, _SPREAD}
         if rule is None:
-            is_other = name in OTHERS or any(compat.inner_programs(equation.params))
-            is_trusted = is_mapped_over or (is_other and name != "custom_linear_solve")
-            return TRUSTED if is_trusted else None
+            return TRUSTED if name in TRUSTED_CALLS else None
         is_known = rows.axis >= 0 and (is_one or name in OF_SEVERAL)
-        if not is_known and is_mapped_over:
-            return TRUSTED
         if not is_known or (self.only_elements and name not in WHOLE and not is_mapped):
             return None
         of_each = [x.axis if isinstance(x, RowAxis) else None for x in inputs]
         moved = rule(Call(equation.params, shapes, of_each, rows.axis, shape))
-        if moved is None or moved == TRUSTED.axis:
-            return moved if moved is None else TRUSTED
+        if moved == TRUSTED.axis:
+            return TRUSTED if is_mapped else None
+        if moved is None:
+            return None
         return rows._replace(axis=int(moved))  # and no integer of NumPy
 
 

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, Literal
+from jax.interpreters import ad
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jaxsparse.comm import compat, meshes
+from jaxsparse.comm import compat, meshes, shard_maps
 from jaxsparse.feedback.axes import TRUSTED, Known, RowAxis, RowsReading, place_in_source
 from jaxsparse.feedback.mixtures import (
     GRADIENT,
@@ -36,9 +37,21 @@ from jaxsparse.feedback.mixtures import (
 _FIRST = RowAxis(0, 1)
 
 
+# Marks gradients, with their axis of rows, which another one precedes where a step is mapped.
+_mark = shard_maps.identity(GRADIENT, lambda aval, **_: aval)
+ad.deflinear2(_mark, lambda ct, _, *, of_rows: [_mark.bind(ct, of_rows=of_rows)])
+
+
+def _batched_mark(args: Any, dims: Any, *, of_rows: int, spmd_axes: Any) -> Any:
+    return _mark.bind(args[0], of_rows=of_rows + (dims[0] <= of_rows)), dims[0]
+
+
+compat.set_rule_of_vmap(_mark, _batched_mark)
+
+
 def marked(gradients: Any) -> Any:
     """Gradients with a row for each worker, marked as such while a step is traced."""
-    return jax.tree.map(lambda x: checkpoint_name(x, GRADIENT), gradients)
+    return jax.tree.map(lambda x: _mark.bind(x, of_rows=_FIRST.axis), gradients)
 
 
 def means_in_check(updates: Any, has_momentum: bool = False) -> Any:
@@ -54,21 +67,23 @@ def check_front(updates: Any, params: Any = None) -> None:
     It warns where a state that fades, in the shape of a parameter, is added to all rows.
     """
     leaves = tree_leaves_with_path(updates)
-    equations = compat.made_by([x for _, x in leaves], _is_mark)
+    # Where a whole step is mapped or differentiated, rows have another axis.
+    under = [compat.under(x, _FIRST.axis) for _, x in leaves]
+    equations = compat.made_by([x for x, _ in under], _is_mark)
     found = _Front(workers=jnp.shape(leaves[0][1])[0] if leaves else 1)
     known = found.read(equations, {})
     made = {x: equation for equation in equations for x in equation.outvars}
-    for path, x in leaves:
+    for (path, _), (x, first) in zip(leaves, under):
         rows = found.of(known, compat.variable(x))
-        if isinstance(rows, RowAxis) and rows not in (_FIRST, TRUSTED):
+        if isinstance(rows, RowAxis) and rows not in (_FIRST._replace(axis=first), TRUSTED):
             rows = place_in_source(made[compat.variable(x)])
         if isinstance(rows, str):
             raise ValueError(refusal(rows, f"gradient{keystr(path)}"))
     if params is None:
         return
-    own = jax.tree.leaves(params)
+    own = [compat.under(x, 0)[0] for x in jax.tree.leaves(params)]
     given = {*map(compat.variable, own), *_first_inputs(compat.made_by(own, _is_mark))}
-    shapes = {jnp.shape(x) for x in own} - {jnp.shape(x) for _, x in leaves} - {()}
+    shapes = {jnp.shape(x) for x in own} - {jnp.shape(x) for x, _ in under} - {()}
     mixtures = Mixtures(GRADIENT)
     mixtures.read(
         equations,
@@ -114,7 +129,7 @@ def refusal(what: str, name: str = "gradients") -> str:
 
 
 def _is_mark(equation: Any) -> bool:
-    return equation.primitive.name == "name" and equation.params["name"] == GRADIENT
+    return bool(equation.primitive.name == GRADIENT)
 
 
 class _Front(RowsReading):
@@ -123,7 +138,7 @@ class _Front(RowsReading):
     def __init__(self, only_elements: bool = False, workers: int = 0) -> None:
         super().__init__(only_elements)
         self.places = list[str]()  # of what mixes, in front of an exchange
-        self._workers = workers
+        self.workers = workers
 
     def equation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         scopes = self.scopes + compat.name_stack(equation)
@@ -136,17 +151,16 @@ class _Front(RowsReading):
         return super().equation(equation, inputs)
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
+        if any(map(compat.is_reference, equation.invars)):
+            # What wrote to it need not be among the equations that made its value.
+            return [place_in_source(self.around or equation)] * len(equation.outvars)
         if not _is_mark(equation):
             return super().operation(equation, inputs)
-        (x,) = compat.inputs_of(equation)
-        if "vmap(" not in self.scopes:
-            self._workers = x.aval.shape[0]
-            return [TRUSTED if self._workers == 1 else _FIRST]
-        # Of several micro-batches at once, whose axis is the first one or the second.
-        at = [axis for axis in (0, 1) if self._has_rows(x, axis)]
-        return [RowAxis(at[0], 1) if len(at) == 1 else TRUSTED]
+        (x,), axis = compat.inputs_of(equation), equation.params["of_rows"]
+        self.workers = x.aval.shape[axis]
+        return [TRUSTED if self.workers == 1 else RowAxis(axis, 1)]
 
     def _has_rows(self, x: Any, axis: int) -> bool:
         """Whether an axis is as long as there are workers, if these are several."""
         shape = x.aval.shape
-        return self._workers > 1 and len(shape) > axis and shape[axis] == self._workers
+        return self.workers > 1 and len(shape) > axis and shape[axis] == self.workers

@@ -59,7 +59,7 @@ class Mixtures(Reading[int]):
 
     def operation(self, equation: Any, inputs: list[int]) -> list[int]:
         name, made = equation.primitive.name, self.join(inputs)
-        label = str(equation.params.get("name")) if name == "name" else ""
+        label = str(equation.params.get("name")) if name == "name" else name
         if label.startswith(MEANS):
             made = made >> DELIVERED << DELIVERED | 1 << DELIVERED + self._number(equation)
         if label == self.source:
@@ -140,7 +140,7 @@ class Operations(Reading[Made]):
         name, made = equation.primitive.name, self.join(inputs)
         label = str(equation.params.get("name")) if name == "name" else ""
         is_own = meshes.OWN_SCOPE in self.scopes + compat.name_stack(equation)
-        if label == GRADIENT:
+        if name == GRADIENT:
             made = made or frozenset()
         elif label.startswith(MEANS):
             if made is not None:

@@ -263,6 +263,7 @@ def on_workers(
         if count > 1:  # else nothing is cut
             is_own = is_split if has_own_branches else of_batch
             ranks.check_branches(program.jaxpr, is_own, axis_name)
+            ranks.check_unnamed(program.jaxpr, is_split, axis_name)
             again = functools.partial(trace, flat)
             named_axes.check_named(program.jaxpr, of_batch, axis_name, count, types, again)
         return program, tree

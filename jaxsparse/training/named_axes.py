@@ -79,7 +79,6 @@ def check_named(
                 "(jax.custom_batching) would be given all workers' rows, and a jax.shard_map in it "
                 f"uses the workers' axis {axis_name!r}: put the rule into the body, or leave it out"
             )
-    ranks.check_unnamed(program, of_batch, axis_name, {c.number: c.place for c in calls})
     if not any(c.is_named or _use(c, axis_name) == _RANK for c in calls):
         return
     growing, few = set[int](), dict[int, Any]()
@@ -197,7 +196,8 @@ def _use(call: Any, axis_name: str) -> str:
         named = axes.intersection(compat.axes_of(equation.params))
         if named and before and named != axes:
             return _INNER
-        names |= {equation.primitive.name} if named else set()
+        is_grouped = equation.params.get("axis_index_groups") is not None
+        names |= {"groups" if is_grouped else equation.primitive.name} if named else set()
     if "axis_index" in names and not ranks.uses_number(call.body.jaxpr, axis_name):
         names = names - {"axis_index"} | {"psum"}
     if names - _SUMMED:
@@ -264,7 +264,7 @@ class _RowsOfBatch(RowsReading):
         every = lambda value: [value] * len(equation.outvars)
         is_of_batch = [isinstance(x, RowAxis | str) for x in inputs]
         if not any(is_of_batch):
-            return [_alike(equation, inputs, x.aval.shape) for x in equation.outvars]
+            return [_alike(equation, inputs, _shape_of(x)) for x in equation.outvars]
         where = place_in_source(self.around or equation)
         inputs = [x if yes else None for x, yes in zip(inputs, is_of_batch)]
         is_map = name in ELEMENTWISE or name in _SUMMED or compat.is_elementwise(equation)
@@ -444,10 +444,14 @@ def _regrouped(rows: Known, shape: tuple[int, ...], growing: list[int]) -> RowAx
     return RowAxis(last, 1, order) if growing == [last] else None
 
 
+def _shape_of(x: Any) -> tuple[int, ...]:
+    return getattr(x.aval, "shape", ())  # a token has none
+
+
 def _alike(equation: Any, inputs: list[Any], made: tuple[int, ...]) -> Found:
     """Along which axes a value that holds nothing of a batch is equal, or drawn."""
     name, every = equation.primitive.name, frozenset(range(len(made)))
-    shapes = [x.aval.shape for x in compat.inputs_of(equation)]
+    shapes = list(map(_shape_of, compat.inputs_of(equation)))
     own = [x.axes if isinstance(x, _Alike) else frozenset[int]() for x in inputs]
     if name.startswith(ranks.DRAWN):
         return _Alike(every)

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from jaxsparse.comm import compat, shard_maps
+from jaxsparse.comm import compat, meshes, shard_maps
 from jaxsparse.comm.flow import Reading
-from jaxsparse.feedback.axes import ONE_BY_ONE, OTHERS
+from jaxsparse.feedback.axes import MOVES, ONE_BY_ONE, OTHERS
 
-# What a value is made of, as bits: a worker's rows, or what is drawn from keys of its own; and its
-# number. Constants and what is equal on all workers, as weights are, have none.
-_OWN, _RANKED = 1, 2
+# What a value is made of, as bits: a worker's rows, or what is drawn from keys of its own; its
+# number; and keys of its number. Constants and what is equal on all workers, as weights are, have
+# none.
+_OWN, _RANKED, _KEYED = 1, 2, 4
 _WHOLE = re.compile(shard_maps.WHOLE + r"_(\d+)")
 DRAWN = ("random_", "threefry")
-_WRAPS = {"random_wrap", "random_unwrap"}  # they draw nothing
 # The scopes of rules of custom derivatives.
 RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward|tangent)_(\d+)")
 
@@ -51,6 +51,7 @@ class Ranks(Reading[int]):
         super().__init__()
         self.used = dict[int, tuple[Any, int | None]]()
         self.alone = list[tuple[str, str]]()
+        self.places = dict[int, str]()  # of bodies, by their numbers
         self._axis_name = axis_name
 
     @classmethod
@@ -69,7 +70,7 @@ class Ranks(Reading[int]):
             every = filter(None, (equation, self.around, *inside))
             where = next((e for e in every if compat.frames_of(e)[0]), equation)
             self.alone.append((equation.primitive.name, compat.place_of(where)))
-        if by & _RANKED and equation.outvars:  # one worker alone may print
+        if by & (_RANKED | _KEYED) and equation.outvars:  # one worker alone may print
             self._uses(equation)
 
     def _body(self) -> int | None:
@@ -85,8 +86,11 @@ class Ranks(Reading[int]):
         if name == "shard_map":
             return self.program(params["jaxpr"], inputs)
         if name == shard_maps.MARK:
-            call = params["call"]
-            if inputs[0] == _RANKED and params["verb"] == "makes" and not call.is_named:
+            call, (made,) = params["call"], inputs
+            self.places[call.number] = call.place
+            if params["verb"] == "makes" and call.is_named:
+                return [_OWN if made else 0]
+            if params["verb"] == "makes" and made & _RANKED and not made & _OWN:
                 self.used[id(equation)] = equation, call.number
             return inputs
         if name in ONE_BY_ONE:
@@ -95,17 +99,23 @@ class Ranks(Reading[int]):
         every = lambda value: [value] * len(types)
         is_over = self._axis_name in compat.axes_of(params)
         programs = [*compat.inner_programs(params)]
-        is_of = lambda x, kind: jax.dtypes.issubdtype(x.dtype, kind)
-        if name in _WRAPS:
+        is_of = lambda x, kind: hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, kind)
+        if any(is_of(x, jax.dtypes.prng_key) for x in types):
+            return every(made & _OWN | (_KEYED if made & ~_OWN else 0))
+        if name == "random_unwrap":
             return every(made)
-        if name.startswith(DRAWN) or any(is_of(x, jax.dtypes.prng_key) for x in types):
+        if name.startswith(DRAWN):
             return every(_OWN if made else 0)
+        is_number = not any(is_of(x, jnp.inexact) for x in types)
+        if made & _KEYED and not (name in (*MOVES, "reshape") and made == _KEYED and is_number):
+            made = made & _OWN | _RANKED  # a key's bits as numbers
         if name == "axis_index" and is_over:
             return every(_RANKED)
         if is_over and name in compat.OPCODES:
             has_groups = params.get("axis_index_groups") is not None
             is_sum = compat.OPCODES[name] == "all-reduce" and not has_groups
-            if made & _OWN and not is_sum:  # others' rows are in the order of numbers
+            is_ours = meshes.SCOPE in self.scopes + compat.name_stack(equation)
+            if made & _OWN and not (is_sum or is_ours):  # others' rows are in the order of numbers
                 self._uses(equation)
             if is_sum or (name not in compat.MOVING and not has_groups):
                 return every(0)
@@ -117,7 +127,6 @@ class Ranks(Reading[int]):
         elif programs:  # that of a linear solve, and of what is not known
             for inner in programs:
                 made |= self.join(self.program(inner, [made] * len(inner.invars)))
-        is_number = all(not is_of(x, jnp.inexact) for x in types)
         if made & _RANKED:
             is_kept = any(map(compat.is_reference, equation.invars))
             if made & _OWN or is_kept or not is_number:
@@ -134,28 +143,20 @@ def uses_number(program: Jaxpr, axis_name: str) -> bool:
     return bool(ranks.used) or bool(ranks.join(made) & _RANKED)
 
 
-def check_unnamed(
-    program: Jaxpr, is_own: Sequence[bool], axis_name: str, places: dict[int, str]
-) -> None:
-    """Raises ValueError if a body whose specs do not name the axis uses the worker's number.
-
-    Args:
-        program: of one worker.
-        is_own: of each argument, whether it is the worker's own.
-        axis_name: the axis of the workers.
-        places: of each body, by its number, where its `shard_map` is.
-    """
+def check_unnamed(program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> None:
+    """Raises ValueError if a body whose specs do not name the axis uses the worker's number."""
     found = Ranks.in_program(program, is_own, axis_name)
     for equation, number in found.used.values():
         if number is not None:
             name, place = equation.primitive.name, compat.place_and_call(equation)
+            what = "a result" if name == shard_maps.MARK else f"the {name} at {place}"
             raise ValueError(
-                f"the {name} at {place} uses the worker's number in the jax.shard_map at "
-                f"{places.get(number, 'unknown place')}, whose specs do not name the workers' axis "
-                f"{axis_name!r}. Under jax.jit each device has all workers' rows there, and here "
-                "one worker's: name the axis in in_specs and out_specs. Without, the number (and "
-                "what ppermute, psum_scatter or all_to_all makes over that axis) may make keys of "
-                "random numbers alone"
+                f"{what} uses the worker's number in the jax.shard_map at "
+                f"{found.places.get(number, 'unknown place')}, whose specs do not name the "
+                f"workers' axis {axis_name!r}. Under jax.jit each device has all workers' rows "
+                "there, and here one worker's: name the axis in in_specs and out_specs. Without, "
+                "the number (and what ppermute, psum_scatter or all_to_all makes over that axis) "
+                "may make keys of random numbers alone"
             )
 
 
