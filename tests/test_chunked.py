@@ -149,6 +149,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "way", "name"),
     rows(

@@ -288,6 +288,7 @@ def test_zeros_take_no_room_and_nan_is_delivered_or_kept(name, room, too_many):
     assert overflow == too_many
 
 
+@pytest.mark.slow
 def test_sums_without_room_stay_with_all_who_hold_them():
     """Worker i has entries 10 i to 10 i + 9, and the last exchange had as many as one worker has.
 

@@ -128,6 +128,7 @@ CONTRACTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(CONTRACTIONS, ["spardl"]))
 def test_the_law_with_any_reducer(name):
     """Gradients that stay the same arrive in full, though a few per cent are sent at a time."""

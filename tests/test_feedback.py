@@ -367,6 +367,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     some(

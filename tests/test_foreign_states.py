@@ -52,6 +52,7 @@ def origins(state):
 NEXT = [*zip(EXCHANGES, [*EXCHANGES][1:]), *map(sorted, SAME)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pairs", some([NEXT, [*itertools.permutations(EXCHANGES, 2)]], [NEXT]), ids=["next", "all"]
 )

@@ -79,6 +79,7 @@ def test_plain_fsdp_trains_as_plain_jit_does(workers, kind):
         assert {x.data.size for x in moment["w"].addressable_shards} == {part}
 
 
+@pytest.mark.slow
 def test_what_is_seen_of_arrays_needs_no_specs():
     params, batch = problem(2)
     cut, spread = placed(params, batch, mesh_of(2))

@@ -297,6 +297,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     some(COMPILED, ["encode", "heavy_hitters", "hash_extract", "threshold_top_k", "compact"]),

@@ -272,6 +272,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", some(FAULTS, [counted_is_owed_still]), ids=lambda x: x.__name__)
 def test_histories_find_a_planted_fault(fault, monkeypatch):
     machine, text = FAULTS[fault]

@@ -1171,6 +1171,7 @@ def in_fragments(count):
     return programs, ({"layers": jnp.zeros((4, 2, 2))},)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", some([1.0, 2.0, 3.0], [2.0]))
 def test_a_slow_island_sends_all_fragments(slow):
     """In time in each second round, it would send each second fragment alone."""
@@ -1267,6 +1268,7 @@ def test_leaving_exchanges_all_fragments():
     np.testing.assert_array_equal(state.worker[0]["layers"], state.params["layers"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize(("fragments", "missed"), rows([(2, 1)], [(1, 1), (4, 3)]))
 def test_leaving_late_exchanges_all_fragments(fragments, missed, keeps):

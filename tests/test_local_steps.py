@@ -282,6 +282,7 @@ def draw(seed):
     return train, twin, leaves, workers, momentum
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", some(range(10), [3]))
 def test_random_programs_on_random_moves_are_those_of_numpy(seed, request):
     """`--fuzz N` runs N / 20 cases of each program, at least 50. A third have broken workers."""
@@ -414,6 +415,7 @@ def test_rules_of_an_exchange_are_for_the_whole_and_not_for_each_fragment():
             make(exchange).init((small,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fragments", some([1, 2, 4], [2]))
 def test_rows_of_a_stack_are_compressed_as_the_whole(fragments):
     """Fragments of a stack have fewer than 1,024 elements, and the stack has more."""
@@ -611,6 +613,7 @@ def test_another_pace_loses_no_step(name):
 OVERLAPS = [outer.Streaming(1, 0), outer.Streaming(1, 2), None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", some(OVERLAPS, OVERLAPS[:1]), ids=str)
 def test_an_exchange_on_its_way_arrives_as_it_would_have(to):
     """Saved after each step, and restored with another overlap. `mixing` is the default."""

@@ -317,6 +317,7 @@ def test_sums_by_hand_in_other_derivatives(kind, shape):
     check(jaxsparse.grad(of(kind(lambda g: g)), mesh=where)(*put(where, workers)), right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checked", some([False, True], [False]))
 def test_parallel_programs_in_a_solve(checked):
     """A solve of an operator that is cut, or constrained. One that sums over workers could wait."""

@@ -72,6 +72,7 @@ def test_long_vectors_travel_in_buckets():
     assert moved_by("dense", 10**8, 0, 8).messages == 2 * 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", BOTH)
 def test_seconds_are_those_of_alpha_beta_and_passes(optimizer):
     """An oracle of one line, and all that follows from it."""

@@ -223,6 +223,7 @@ def test_sums_that_vanish_have_one_sign_on_all_workers(monkeypatch):
 EVERY = ("all_gather", "recursive_double", "split_allgather")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", some([3, 8], [3]))
 @pytest.mark.parametrize("codec", some([codecs.COO, codecs.Packed()], [codecs.COO]), ids=str)
 def test_closed_forms_have_the_rounds_of_the_program_and_bytes_that_it_can_take(workers, codec):

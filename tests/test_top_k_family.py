@@ -70,6 +70,7 @@ def test_ok_topk_equals_its_description(workers, way):
             assert not reduced.info.overflow.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", some([codecs.COO, codecs.Packed()], [codecs.Packed()]))
 def test_ok_topk_keeps_and_counts_what_finds_no_room(codec):
     reducer, workers = OkTopk(0.1, capacity_factor=1.0, codec=codec), 3

@@ -134,6 +134,7 @@ def test_dense_leaves_and_the_flag_are_counted():
 K, LENGTH = 840, 84_000  # K is a multiple of all numbers of workers: nothing is rounded up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", some((4, 6, 8, 14), (6,)))
 def test_words_are_those_that_are_published(workers):
     """Where static shapes pay for more, they are those of this library's formulas."""

@@ -226,6 +226,7 @@ MIXING = optax.chain(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", some([(4,), (4, 2)], [(4, 2)]), ids=str)
 @jax.numpy_dtype_promotion("standard")
 def test_optimizers_that_mix_elements_on_explicit_axes(sizes):
@@ -330,6 +331,7 @@ def test_reshard_keeps_what_is_owed(before, after):
     np.testing.assert_allclose(updates[0][name] - others[0][name], state.owed[name], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_walks_trees_and_chains():
     jaxsparse.check(optax.chain(make(), optax.scale(1.0)), PARAMS)
     tx = make(workers=2)
