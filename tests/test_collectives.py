@@ -232,6 +232,7 @@ BOUNDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "codec"), rows([(3, codecs.Packed())], [(14, codecs.COO)]), ids=str
 )

@@ -319,6 +319,7 @@ def two_workers(simulated):
     return stepped(tx, where), shard(tx.init({"w": jnp.zeros(ODD)}), where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", some([0, 50_149, 100_299], [100_299]))
 @pytest.mark.parametrize("simulated", some([False, True], [False]))
 def test_one_nan_in_many_elements_skips_the_step(position, simulated):

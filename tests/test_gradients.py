@@ -92,6 +92,7 @@ def test_everything_sent_is_the_trainers_own_step(case):
             assert x.sharding.is_equivalent_to(start[name].sharding, x.ndim), name
 
 
+@pytest.mark.slow
 def test_the_state_has_rows_and_means_are_exchanged():
     """Rows of the state are split, and what a worker receives is read from the compiled program."""
     mesh = mesh_of((8,))

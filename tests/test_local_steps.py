@@ -135,6 +135,7 @@ SPARSE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", some(SPARSE, SPARSE[:1]), ids=str)
 @pytest.mark.parametrize("workers", some([3, 8], [3]))
 def test_sparse_loco_is_that_of_numpy(workers, settings):

@@ -165,6 +165,7 @@ def test_a_reducers_state_may_differ_between_workers():
         assert (first != second).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["mapped", some(["manual"], [])[0]])
 def test_ways_are_equal_and_momentum_and_delay_are_those_of_one_device(way):
     """A budget for everything leaves nothing to choose, so results are as without inner axes."""

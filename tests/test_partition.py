@@ -31,6 +31,7 @@ def train(tx, workers, steps=3):
     return on_workers(lambda grads: scanned(tx, grads), workers, "vmap")(stacked)
 
 
+@pytest.mark.slow
 def test_each_group_is_exchanged_as_if_alone():
     rules = {"embed": TopK(0.1), "kernel|out": TrueTopK(40)}  # which compile quickly
     updates, state = train(partition(rules, momentum=0.5), 2)

@@ -163,6 +163,7 @@ def sums_of_updates(tx, state, params, grads, workers):
     return total, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "counts"),
     [

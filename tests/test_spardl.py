@@ -174,6 +174,7 @@ def fifty_steps(teams, residuals="global"):
     return np.float64(x), total, np.float64(reduced.residual), reduced.state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("teams", some([2, 14], [2]))
 def test_nothing_is_lost_in_50_steps_in_which_h_adapts(teams):
     x, total, residual, state = fifty_steps(teams)

@@ -85,6 +85,7 @@ MAKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(MAKE, ("top_k",)))
 def test_the_stage_in_force_is_taken(name):
     reducers = tuple(MAKE[name](density) for density in (0.2, 0.05, 0.01))

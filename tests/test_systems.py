@@ -171,6 +171,7 @@ def program(tx):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("system", "case"), ROWS)
 def test_the_reducer_exchanges_what_the_transformation_does(system, case):
     # These are given, because systems have defaults of their own.
