@@ -150,7 +150,7 @@ def _convolved(call: Call) -> int | None:
     numbers, is_left = call.params["dimension_numbers"], call.rows[0] is not None
     spec = numbers.lhs_spec if is_left else numbers.rhs_spec
     if call.params["feature_group_count"] > 1 or call.params["batch_group_count"] > 1:
-        return TRUSTED.axis if call.axis in spec[:2] else None  # as jax.vmap may make it
+        return None  # jax.vmap makes groups, too, and of which axis is not known
     return numbers.out_spec[0 if is_left else 1] if call.axis == spec[0] else None
 
 
@@ -307,11 +307,7 @@ class RowsReading(Reading[Known]):
             return None
         of_each = [x.axis if isinstance(x, RowAxis) else None for x in inputs]
         moved = rule(Call(equation.params, shapes, of_each, rows.axis, shape))
-        if moved == TRUSTED.axis:
-            return TRUSTED if is_mapped else None
-        if moved is None:
-            return None
-        return rows._replace(axis=int(moved))  # and no integer of NumPy
+        return None if moved is None else rows._replace(axis=int(moved))  # no integer of NumPy
 
 
 def place_in_source(equation: Any) -> str:

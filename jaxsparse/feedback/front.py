@@ -7,8 +7,8 @@ what made them. So an exchange reads the program from the gradients that `value_
 to those that it is given. It is told of operations that are known to keep rows apart, and refuses
 all others. A compiled step has none of it.
 
-It reads no more than it sees: gradients of another trace, code in `jax.vmap` or a `jax.shard_map`,
-which was written for rows, and what calls a program of another kind are trusted.
+It reads no more than it sees. It trusts gradients of another trace, callbacks, kernels, and code in
+a `jax.shard_map`, which was written for rows.
 """
 
 import warnings
