@@ -76,6 +76,7 @@ class Hoard(jaxsparse.reducers.TopK):
         return sums._replace(total=jnp.zeros_like(x)), Kept(x, None, kept.state)
 
 
+@pytest.mark.slow
 def test_no_two_buffers_are_rounded_by_the_same_draws():
     """In three buckets, whose residuals and momenta are all equal before they are rounded."""
     tx = jaxsparse.exchange(

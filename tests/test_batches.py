@@ -212,6 +212,7 @@ def test_auxiliary_output_that_is_no_array_is_told():
         jaxsparse.grad(fun, has_aux=True, workers=3)(W, X)
 
 
+@pytest.mark.slow
 def test_modules_of_equinox_may_go_whole():
     """With their activation functions, by position or by name."""
     frozen = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))

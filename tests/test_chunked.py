@@ -191,6 +191,7 @@ def random_stream(rng, capacity, size, empty=0.2):
     return SparseStream(jnp.asarray(indices), jnp.float32(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", some((2, 16, 32), [2]))
 @pytest.mark.parametrize(
     "sizes",

@@ -56,6 +56,7 @@ def runner(name, momentum, delay, bucket_size=None, workers=3, way="vmap"):
 
 # Reducers that do not count exchanges. With a delay, the count would include the first exchange,
 # which is of nothing.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     some(

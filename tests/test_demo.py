@@ -99,6 +99,7 @@ def test_tiles():
         assert tiling(Matrix(1, *sides)) == expected
 
 
+@pytest.mark.slow
 def test_values_too_large_for_a_transform_wait():
     """Only the tiles that hold such values wait."""
     reducer = DeMo(2, 4, matrices=(Matrix(1, 4, 8), Matrix(1, 3, 3)))

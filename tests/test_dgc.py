@@ -108,6 +108,7 @@ def test_nesterov_needs_a_momentum():
         dgc(DENSITY, nesterov=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", some([0.5, 40.0], [40.0]))
 def test_gradients_are_clipped_before_they_are_accumulated(clip_norm):
     """Norms are about 35, and 12 in one step. The limit 0.3 clips all, and 23 all but that one."""

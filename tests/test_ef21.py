@@ -202,6 +202,7 @@ def compiled_step():
     return run_on_workers(step, mesh(3)), shard((PARAMS, tx.init(PARAMS)), mesh(3))
 
 
+@pytest.mark.slow
 def test_types_are_kept_and_replicas_agree():
     run, state = compiled_step()
     kinds = lambda state: (jax.tree.structure(state), [*map(jax.typeof, jax.tree.leaves(state))])

@@ -187,6 +187,7 @@ def test_a_tied_leaf_is_sent_once():
     assert twice == single > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", some(["vmap", "shard_map"], ["shard_map"]))
 def test_layers_of_a_scan_gather_where_they_run(way):
     workers, layers, width = 3, 4, 6

@@ -57,6 +57,7 @@ def test_public_names_exist():
     assert len(set(jaxsparse.__all__)) == len(jaxsparse.__all__)
 
 
+@pytest.mark.slow
 def test_packages_of_islands_are_imported_where_islands_are_used():
     """They are an extra: `pip install jaxsparse` has none of them."""
     code = "import sys, jaxsparse; print({'msgspec', 'obstore', 'safetensors'} & set(sys.modules))"

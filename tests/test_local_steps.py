@@ -579,7 +579,7 @@ PACES = {
 }
 
 
-@pytest.mark.parametrize("name", some(PACES, ["beside", "ends as it arrives"]))
+@pytest.mark.parametrize("name", some(PACES, ["beside"]))
 def test_another_pace_loses_no_step(name):
     """Runs of (steps, every, overlap): exchanges on their way arrive as they began."""
     paces, mixing = PACES[name]
@@ -646,6 +646,7 @@ def counting(state, batch, key, scale):
     return {"w": moved, "step": state["step"] + 1}, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", some(["simulated", "mesh", "grid"], ["grid"]))
 def test_where_a_jitted_step_stood(way):
     """Metrics are what the trainer shows, other arguments reach the step, and a state counts."""
@@ -1067,6 +1068,7 @@ def test_arrays_in_host_memory_are_refused_and_come_to_the_devices(way):
     np.testing.assert_allclose(state.params["embedding"], START["embedding"] - 0.5, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_init_of_shapes_is_that_of_arrays():
     """With their shardings, where a worker has axes of its own."""
     where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)

@@ -58,6 +58,7 @@ def trained_with_a_scale_of_its_own(when_skipped):
     return scales, losses
 
 
+@pytest.mark.slow
 def test_a_trainers_own_scale_sees_overflows_by_request():
     scales, losses = trained_with_a_scale_of_its_own(None)
     assert set(scales) == {2.0**20}  # frozen

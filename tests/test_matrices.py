@@ -92,6 +92,7 @@ def test_a_matrix_without_a_stack_has_one_first_row():
     np.testing.assert_array_equal(updates["layers"], expected.reshape(4, 3, 8))
 
 
+@pytest.mark.slow
 def test_beside_others_in_a_partition_and_in_stages():
     stages = Staged((FirstRows(stacked=None), FirstRows()), (1,))
     tx = partition({"conv": TopK(1.0), "layers": stages})

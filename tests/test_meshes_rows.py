@@ -36,6 +36,7 @@ def test_all_rows_conserve_sums():
     assert [n for n in ROWS if not CASES[n].reducer.conserves and n not in IN_EXPECTATION] == []
 
 
+@pytest.mark.slow
 @rows(["qsgd"])
 def test_a_checkpoint_goes_on_with_the_same_bits(name, tmp_path):
     where = mesh(SHAPE)
@@ -77,6 +78,7 @@ def test_one_broken_shard_skips_the_step_on_all_devices(name):
 STEPS = 40
 
 
+@pytest.mark.slow
 @rows(["qsgd"], IN_EXPECTATION)
 def test_nothing_is_lost_in_expectation(name):
     """The errors of steps have no mean, element by element.

@@ -114,9 +114,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "way", some(WAYS, [WAYS[0], WAYS[3]]), ids=lambda way: "-".join(map(str, way))
-)
+@pytest.mark.parametrize("way", some(WAYS, [WAYS[3]]), ids=lambda way: "-".join(map(str, way)))
 def test_a_model_that_holds_its_mesh_gives_equal_numbers(way):
     """Models for jax.jit hold a mesh, for constraints, products and a shard_map of their own."""
     kind, written = way

@@ -1351,8 +1351,8 @@ def test_attention_with_segments_in_a_scan(wrapper, checked):
 @pytest.mark.parametrize(
     ("how", "size"),
     rows(
-        [("scan", -1), ("unrolled", -1), ("scan", 2)],
-        [("map", -1), ("map", 2), ("unrolled", 2)],
+        [("scan", 2)],
+        [("scan", -1), ("unrolled", -1), ("map", -1), ("map", 2), ("unrolled", 2)],
     ),
 )
 def test_micro_batches(how, size):

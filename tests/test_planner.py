@@ -285,6 +285,7 @@ def programs(usual, is_wanted=lambda recipe: True):
     return pytest.mark.parametrize("pair", some(chosen.values(), [chosen[usual]]), ids=name_of)
 
 
+@pytest.mark.slow
 @programs("muon, gradients, int4")
 def test_a_printed_program_trains(pair, usual_jax):
     recipe, optimizer = pair
@@ -338,6 +339,7 @@ def test_a_plan_prints_its_program():
 SHELL = ["plan", "--params", "1M", "--workers", "3", "--bandwidth", "1mbit", "--step", "500ms"]
 
 
+@pytest.mark.slow
 def test_the_shell_answers(capsys):
     assert shell.main([*SHELL, "--nats", "0.2", "--steps", "1000"]) == 0
     found = plan(10**6, 3, Link(50e-6, 1.25e5), 0.5, nats=0.2, steps=1000)

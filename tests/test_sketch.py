@@ -385,6 +385,7 @@ def heavymix(table, spec, size, k, key):
     return set(check_choice(table, spec, size, choice).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", some([70, 1000], [70]))
 def test_heavymix_is_algorithm_1(k):
     size, spec = 1000, SketchSpec(5, 200)

@@ -144,6 +144,7 @@ def test_slot_max_of_special_data(kind):
     check_slots(x, 300)
 
 
+@pytest.mark.slow
 def test_an_element_is_kept_where_it_meets_no_larger_one():
     size, m, number = 50_000, 1000, 300
     x = np.random.default_rng(m).permutation(size).astype(np.float32) + 1

@@ -93,6 +93,7 @@ TRANSFORMATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(TRANSFORMATIONS, ["partition"]))
 def test_an_update_equals_what_is_compiled(name):
     tx = TRANSFORMATIONS[name]()

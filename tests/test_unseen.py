@@ -22,7 +22,7 @@ for name in ("int2", "sign", "ternary", "int4", "e3m0", "float8_e5m2"):
 WIDE = {"density": 0.5, "union_density": 0.8, "sketch_ratio": 0.3, "block_size": 80}
 CHOICES["s2_reducer wide"] = "s2_reducer", WIDE
 STAY = ["quantized int4", "quantized ternary", "s2_reducer ", "omni_reduce ", "top_k "]
-USUAL = ["quantized sign", "powersgd ", "s2_reducer wide", "quantized ternary", "top_k "]
+USUAL = ["quantized sign", "s2_reducer wide", "top_k "]
 
 
 def gradients(step):

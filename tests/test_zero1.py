@@ -150,6 +150,7 @@ OTHERS = [("int4", "int4"), ("ternary", "int2"), ("float16", "float8_e5m2"), ("b
 NARROW += [(dtype, *names) for dtype in (jnp.bfloat16, jnp.float16) for names in OTHERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "out", "back"), rows(NARROW[:1], NARROW[1:]))
 def test_what_narrow_leaves_round_is_owed_too(dtype, out, back):
     """All that workers ever gave is in updates, residuals and what owners owe, to float32."""

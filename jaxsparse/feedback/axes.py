@@ -154,7 +154,7 @@ def _convolved(call: Call) -> int | None:
     return numbers.out_spec[0 if is_left else 1] if call.axis == spec[0] else None
 
 
-_Rule = Callable[[Call], int | None]
+Rule = Callable[[Call], int | None]
 
 # What is allowed. JAX says which operations are elementwise, and these are besides.
 ELEMENTWISE = {
@@ -163,7 +163,7 @@ ELEMENTWISE = {
 }  # fmt: skip
 ONE_BY_ONE = {"device_put", "optimization_barrier"}  # on several arrays
 # What moves elements, and where it leaves the axis of rows, besides `reshaped`.
-MOVES: dict[str, _Rule] = {
+MOVES: dict[str, Rule] = {
     "broadcast_in_dim": lambda call: call.params["broadcast_dimensions"][call.axis],
     "concatenate": lambda call: call.if_whole(
         call.params["dimension"] != call.axis or None not in call.rows
@@ -186,14 +186,12 @@ MOVES: dict[str, _Rule] = {
     "unstack": lambda call: call.without([call.params["axis"]]),
     **{f"scatter{x}": _scattered for x in ("", "-add", "-max", "-min", "-mul", "-sub")},
 }
-# Of these, what keeps all elements, and where they are beside others.
-WHOLE = {"broadcast_in_dim", "squeeze", "stack", "transpose", "unstack"}
-_reduced: _Rule = lambda call: call.without(call.params["axes"])
-_summed: _Rule = lambda call: call.beside([call.params["axis"]])
-_windowed: _Rule = lambda call: call.if_whole(
+_reduced: Rule = lambda call: call.without(call.params["axes"])
+_summed: Rule = lambda call: call.beside([call.params["axis"]])
+_windowed: Rule = lambda call: call.if_whole(
     call.params["window_dimensions"][call.axis] == call.params["window_strides"][call.axis] == 1
 )
-_of_matrix: _Rule = lambda call: call.beside(range(len(call.shape))[-2:])
+_of_matrix: Rule = lambda call: call.beside(range(len(call.shape))[-2:])
 
 
 def _solved(call: Call) -> int | None:
@@ -204,7 +202,7 @@ def _solved(call: Call) -> int | None:
 
 
 # What combines elements along axes.
-ALONG: dict[str, _Rule] = {
+ALONG: dict[str, Rule] = {
     **{f"reduce_{x}": _reduced for x in ("and", "max", "min", "or", "prod", "sum", "xor")},
     **dict.fromkeys(("argmax", "argmin"), _reduced),
     "reduce": lambda call: call.without(call.params["dimensions"]),
@@ -227,19 +225,13 @@ TRUSTED_CALLS = OTHERS | compat.KERNELS | {"custom_partitioning", "shard_map"}
 
 
 class RowsReading(Reading[Known]):
-    """Follows axes of rows through a program.
-
-    Args:
-        only_elements: whether operations along other axes than that of rows, or that pick there,
-            are refused, too. A transformation that does not know rows would count axes from the
-            wrong one.
-    """
+    """Follows axes of rows through a program."""
 
     nothing = None
 
-    def __init__(self, only_elements: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.only_elements, self.workers = only_elements, 0
+        self.workers = 0
         self._blocks = dict[int, tuple[int, int]]()  # of rows that loops go over, by their depth
 
     def join(self, values: Iterable[Known]) -> Known:
@@ -286,11 +278,12 @@ class RowsReading(Reading[Known]):
         found = self._moved(equation, inputs)
         return every(place_in_source(self.around or equation) if found is None else found)
 
-    def _moved(self, equation: Any, inputs: list[Known]) -> Known:
-        """Where an operation leaves rows, None where it does not keep them apart.
+    def is_allowed(self, name: str, rule: Rule, call: Call) -> bool:
+        """Whether an operation may move or combine elements by its rule."""
+        return True
 
-        A scope of `jax.vmap` does not tell over what it maps, so that nothing is trusted for it.
-        """
+    def _moved(self, equation: Any, inputs: list[Known]) -> Known:
+        """Where an operation leaves rows, None where it does not keep them apart."""
         name, given = equation.primitive.name, compat.inputs_of(equation)
         shapes = [x.aval.shape for x in given]
         rows, shape = next((x, s) for x, s in zip(inputs, shapes) if isinstance(x, RowAxis))
@@ -299,14 +292,14 @@ class RowsReading(Reading[Known]):
             return rows if is_one else None
         if name == "reshape":
             return reshaped(rows, shape, equation.outvars[0].aval.shape, self.workers)
-        rule, is_mapped = MOVES.get(name) or ALONG.get(name), "vmap(" in self.scopes
+        rule = MOVES.get(name) or ALONG.get(name)
         if rule is None:
             return TRUSTED if name in TRUSTED_CALLS else None
-        is_known = rows.axis >= 0 and (is_one or name in OF_SEVERAL)
-        if not is_known or (self.only_elements and name not in WHOLE and not is_mapped):
+        if rows.axis < 0 or not (is_one or name in OF_SEVERAL):
             return None
         of_each = [x.axis if isinstance(x, RowAxis) else None for x in inputs]
-        moved = rule(Call(equation.params, shapes, of_each, rows.axis, shape))
+        call = Call(equation.params, shapes, of_each, rows.axis, shape)
+        moved = rule(call) if self.is_allowed(name, rule, call) else None
         return None if moved is None else rows._replace(axis=int(moved))  # no integer of NumPy
 
 

@@ -4,8 +4,10 @@
 as most of Optax, takes them for one gradient: a clip would scale them by a norm of all rows, and an
 index would take a worker in the place of an element. While a step is traced, JAX's values know
 what made them. So an exchange reads the program from the gradients that `value_and_grad` has marked
-to those that it is given. It is told of operations that are known to keep rows apart, and refuses
-all others. A compiled step has none of it.
+to those that it is given. Code there may work element by element, stack and average micro-batches,
+and, in `jax.vmap`, go along a row. All else is refused, also what would keep rows apart: code that
+counts axes from the first takes rows for another one, and `jaxsparse.per_worker` has room for
+everything. A compiled step has none of it.
 
 It reads no more than it sees. It trusts gradients of another trace, callbacks, kernels, and code in
 a `jax.shard_map`, which was written for rows.
@@ -23,7 +25,15 @@ from jax.interpreters import ad
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxsparse.comm import compat, meshes, shard_maps
-from jaxsparse.feedback.axes import TRUSTED, Known, RowAxis, RowsReading, place_in_source
+from jaxsparse.feedback.axes import (
+    TRUSTED,
+    Call,
+    Known,
+    RowAxis,
+    RowsReading,
+    Rule,
+    place_in_source,
+)
 from jaxsparse.feedback.mixtures import (
     GRADIENT,
     MEANS,
@@ -35,6 +45,14 @@ from jaxsparse.feedback.mixtures import (
 
 # Where rows are as `value_and_grad` makes them, and an exchange takes them.
 _FIRST = RowAxis(0, 1)
+
+
+# What may go along a row where `jax.vmap` maps over rows.
+_IN_VMAP = {
+    "concatenate", "dot_general", "dynamic_slice", "pad", "rev", "slice", "sort", "split", "top_k",
+    *(f"reduce_{x}" for x in ("and", "max", "min", "or", "prod", "sum", "xor")),
+    *("argmax", "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"),
+}  # fmt: skip
 
 
 # Marks gradients, with their axis of rows, which another one precedes where a step is mapped.
@@ -112,7 +130,7 @@ def _first_inputs(equations: Iterable[Any]) -> set[Any]:
 
 def mixed_in(program: Jaxpr) -> list[str]:
     """The places in the program of a check that mix rows in front of an exchange."""
-    found = _Front(only_elements=True)
+    found = _Front()
     kept = found.program(program, [None] * len(program.invars))
     return [*dict.fromkeys(x for x in (*found.places, *kept) if isinstance(x, str))]
 
@@ -124,7 +142,7 @@ def refusal(what: str, name: str = "gradients") -> str:
         f"worker, or picks or moves rows, as if {name} were one worker's. Put it behind the "
         "exchange, where gradients are ordinary means, as in optax.chain(exchange, "
         "optax.clip_by_global_norm(1.0), optimizer). To have it on each worker's own gradients, "
-        "put a transformation in jaxsparse.per_worker, and other code in jax.vmap"
+        "put it in jaxsparse.per_worker, code as optax.stateless(lambda grads, params: ...)"
     )
 
 
@@ -132,11 +150,18 @@ def _is_mark(equation: Any) -> bool:
     return bool(equation.primitive.name == GRADIENT)
 
 
+def _is_joined(known: Known) -> bool:
+    """Whether rows share their axis with others."""
+    if not isinstance(known, RowAxis) or known == TRUSTED:
+        return False
+    return known.axis < 0 or known != RowAxis(known.axis, 1)
+
+
 class _Front(RowsReading):
     """Where gradients have their rows."""
 
-    def __init__(self, only_elements: bool = False, workers: int = 0) -> None:
-        super().__init__(only_elements)
+    def __init__(self, workers: int = 0) -> None:
+        super().__init__()
         self.places = list[str]()  # of what mixes, in front of an exchange
         self.workers = workers
 
@@ -150,12 +175,28 @@ class _Front(RowsReading):
             inputs = [_FIRST if x == TRUSTED and self._has_rows(y, 0) else x for x, y in given]
         return super().equation(equation, inputs)
 
+    def sliced(self, value: Known, equation: Any) -> Known:
+        if isinstance(value, RowAxis) and value.axis == 0:  # it may have been meant for layers
+            return place_in_source(self.around or equation)
+        return super().sliced(value, equation)
+
+    def is_allowed(self, name: str, rule: Rule, call: Call) -> bool:
+        if name == "squeeze" or ("vmap(" in self.scopes and name in _IN_VMAP):
+            return True
+        # Does it leave all axes from that of rows on, as a mean over micro-batches in front of it?
+        behind = [
+            call._replace(axis=call.axis + n, rows=[x if x is None else x + n for x in call.rows])
+            for n in range(len(call.shape) - call.axis)
+        ]
+        return all(rule(each) is not None for each in behind)
+
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         if any(map(compat.is_reference, equation.invars)):
             # What wrote to it need not be among the equations that made its value.
             return [place_in_source(self.around or equation)] * len(equation.outvars)
         if not _is_mark(equation):
-            return super().operation(equation, inputs)
+            place = place_in_source(self.around or equation)
+            return [place if _is_joined(x) else x for x in super().operation(equation, inputs)]
         (x,), axis = compat.inputs_of(equation), equation.params["of_rows"]
         self.workers = x.aval.shape[axis]
         return [TRUSTED if self.workers == 1 else RowAxis(axis, 1)]
