@@ -90,9 +90,8 @@ with mesh:
 
     def step(model, optimizer, batch):  # +
         graph, params = nnx.split(model)  # +
-        loss = lambda params, x: trainer.loss_fn(nnx.merge(graph, params), **x)  # +
-        rows = jaxsparse.value_and_grad(loss, axis_name="hosts", mesh=mesh)  # +
-        value, grads = rows(params, trainer.gen_model_input_fn(batch))  # +
+        loss = lambda p, x: trainer.loss_fn(nnx.merge(graph, p), **model_inputs(x))  # +
+        value, grads = jaxsparse.value_and_grad(loss, axis_name="hosts")(params, batch)  # +
         optimizer.update(model, grads)  # +
         return value.mean(), None, optax.global_norm(grads)  # +
 
