@@ -16,12 +16,12 @@ class RowAxis(NamedTuple):
 
     Blocks are longer than 1 where an axis was joined with others, as by `x.reshape(-1, n)`. There
     may be groups of rows, each along the next axis, a part of the rows, or all of them again and
-    again, as in tokens by time (`order`).
+    again, as in tokens by time (`order`). Those that are "finite" tell whether entries are.
     """
 
     axis: int
     block: int
-    order: Literal["all", "grouped", "part", "again"] = "all"
+    order: Literal["all", "grouped", "part", "again", "finite"] = "all"
 
 
 # What is known of a value: its axis of rows, or None, if nothing with rows is in it. A string is
@@ -264,11 +264,8 @@ class RowsReading(Reading[Known]):
         return place_in_source(self.around or equation) if is_of_row else value
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
-        name, given = equation.primitive.name, compat.inputs_of(equation)
+        name = equation.primitive.name
         every = lambda value: [value] * len(equation.outvars)
-        # Whether anything is finite may be asked of all rows.
-        if name == "is_finite" or (name in ("eq", "ne") and given[0] is given[1]):
-            return every(None)
         is_mixed = any(isinstance(x, str) for x in inputs)
         is_single = all(x is None or x[0] == _SINGLE for x in inputs)
         if TRUSTED in inputs or is_single or is_mixed:

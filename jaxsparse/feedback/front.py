@@ -4,10 +4,10 @@
 as most of Optax, takes them for one gradient: a clip would scale them by a norm of all rows, and an
 index would take a worker in the place of an element. While a step is traced, JAX's values know
 what made them. So an exchange reads the program from the gradients that `value_and_grad` has marked
-to those that it is given. Code there may work element by element, stack and average micro-batches,
-and, in `jax.vmap`, go along a row. All else is refused, also what would keep rows apart: code that
-counts axes from the first takes rows for another one, and `jaxsparse.per_worker` has room for
-everything. A compiled step has none of it.
+to those that it is given. Code there may work element by element, and along axes in front of that
+of rows, as those of micro-batches. All else is refused, also what would keep rows apart: code that
+counts axes takes rows for another one, a scope of `jax.vmap` does not tell over what it maps, and
+`jaxsparse.per_worker` has room for everything. A compiled step has none of it.
 
 It reads no more than it sees. It trusts gradients of another trace, callbacks, kernels, and code in
 a `jax.shard_map`, which was written for rows.
@@ -45,14 +45,6 @@ from jaxsparse.feedback.mixtures import (
 
 # Where rows are as `value_and_grad` makes them, and an exchange takes them.
 _FIRST = RowAxis(0, 1)
-
-
-# What may go along a row where `jax.vmap` maps over rows.
-_IN_VMAP = {
-    "concatenate", "dot_general", "dynamic_slice", "pad", "rev", "slice", "sort", "split", "top_k",
-    *(f"reduce_{x}" for x in ("and", "max", "min", "or", "prod", "sum", "xor")),
-    *("argmax", "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"),
-}  # fmt: skip
 
 
 # Marks gradients, with their axis of rows, which another one precedes where a step is mapped.
@@ -154,7 +146,7 @@ def _is_joined(known: Known) -> bool:
     """Whether rows share their axis with others."""
     if not isinstance(known, RowAxis) or known == TRUSTED:
         return False
-    return known.axis < 0 or known != RowAxis(known.axis, 1)
+    return known.axis < 0 or known.block > 1 or known.order not in ("all", "finite")
 
 
 class _Front(RowsReading):
@@ -170,9 +162,9 @@ class _Front(RowsReading):
         if meshes.SCOPE in scopes or meshes.OWN_SCOPE in scopes:
             self.places += [x for x in inputs if isinstance(x, str)]
             return [None] * len(equation.outvars)
-        if "vmap(" not in scopes:  # what it makes, and what else is trusted, has rows in front
-            given = zip(inputs, compat.inputs_of(equation))
-            inputs = [_FIRST if x == TRUSTED and self._has_rows(y, 0) else x for x, y in given]
+        # What it makes, and what else is trusted, has rows in front.
+        given = zip(inputs, compat.inputs_of(equation))
+        inputs = [_FIRST if x == TRUSTED and self._has_rows(y, 0) else x for x, y in given]
         return super().equation(equation, inputs)
 
     def sliced(self, value: Known, equation: Any) -> Known:
@@ -181,25 +173,43 @@ class _Front(RowsReading):
         return super().sliced(value, equation)
 
     def is_allowed(self, name: str, rule: Rule, call: Call) -> bool:
-        if name == "squeeze" or ("vmap(" in self.scopes and name in _IN_VMAP):
-            return True
-        # Does it leave all axes from that of rows on, as a mean over micro-batches in front of it?
-        behind = [
-            call._replace(axis=call.axis + n, rows=[x if x is None else x + n for x in call.rows])
-            for n in range(len(call.shape) - call.axis)
-        ]
-        return all(rule(each) is not None for each in behind)
+        """Whether all axes from that of rows on stay as they are, and behind each other."""
+        shifted = lambda n: [x if x is None else x + n for x in call.rows]
+        behind = range(len(call.shape) - call.axis)
+        at = [rule(call._replace(axis=call.axis + n, rows=shifted(n))) for n in behind]
+        return at[0] is not None and at == [at[0] + n for n in behind]
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         if any(map(compat.is_reference, equation.invars)):
             # What wrote to it need not be among the equations that made its value.
             return [place_in_source(self.around or equation)] * len(equation.outvars)
-        if not _is_mark(equation):
-            place = place_in_source(self.around or equation)
-            return [place if _is_joined(x) else x for x in super().operation(equation, inputs)]
-        (x,), axis = compat.inputs_of(equation), equation.params["of_rows"]
-        self.workers = x.aval.shape[axis]
-        return [TRUSTED if self.workers == 1 else RowAxis(axis, 1)]
+        if _is_mark(equation):
+            (x,), axis = compat.inputs_of(equation), equation.params["of_rows"]
+            self.workers = x.aval.shape[axis]
+            return [TRUSTED if self.workers == 1 else RowAxis(axis, 1)]
+        asked = self._asked(equation, inputs)
+        if asked is not None:
+            return asked
+        rows = [x for x in inputs if isinstance(x, RowAxis)]
+        if {x.order for x in rows} > {"finite"}:
+            inputs = [x._replace(order="all") if x in rows else x for x in inputs]
+        place = place_in_source(self.around or equation)
+        return [place if _is_joined(x) else x for x in super().operation(equation, inputs)]
+
+    def _asked(self, equation: Any, inputs: list[Known]) -> list[Known] | None:
+        """What tells which entries are finite, and whether all are: that may depend on all rows."""
+        name, given = equation.primitive.name, compat.inputs_of(equation)
+        if not given:
+            return None
+        x, known = given[0], inputs[0]
+        if name == "is_finite" or (name in ("eq", "ne") and given[1] is x):
+            if isinstance(known, RowAxis) and known != TRUSTED:
+                known = known._replace(order="finite")
+            return [None if isinstance(known, str) and not x.aval.shape else known]
+        if isinstance(known, RowAxis) and known.order == "finite" and name.startswith("reduce_"):
+            behind = range(known.axis, len(x.aval.shape))
+            return [None] if {*behind} <= {*equation.params.get("axes", ())} else None
+        return None
 
     def _has_rows(self, x: Any, axis: int) -> bool:
         """Whether an axis is as long as there are workers, if these are several."""

@@ -109,7 +109,8 @@ def value_and_grad(
         ValueError: at the call: no mesh is known, the axis is bound already, an argument is missing
             or both differentiated and split, the workers don't divide a batch, or it is empty; or
             an array elsewhere has as many rows as the batch: by name, or if `batch_argnums` was not
-            given in another argument, or one over which the loss closes.
+            given in another argument; or the loss closes over one and each worker has one row. (An
+            array of more rows over which it closes is whole on each worker, whatever it is.)
 
     Example:
         >>> loss = lambda w, x: jnp.sum(w * x.mean(0))
