@@ -1014,17 +1014,132 @@ PICKED = {  # what picks some of a worker's rows by its number
 
 
 @pytest.mark.parametrize("pick", some(PICKED, ["table", "rule of vjp"]))
-@pytest.mark.parametrize("mapped", [False, True])
-def test_rows_that_a_body_picks_by_its_number(pick, mapped):
+@pytest.mark.parametrize("around", ["nothing", "map", "loop"])
+def test_rows_that_a_body_picks_by_its_number(pick, around):
     """It has one worker's rows alone, whole, where it has all workers' under jax.jit."""
     where = mesh_of((4, 2))
-    mean = lambda h: lax.pmean(jnp.mean(PICKED[pick](h)), "data")
+    of = lambda h: jnp.mean(PICKED[pick](h))
+    # JAX moves what does not change in front of a loop, without the scopes that it was in.
+    turn = lambda h: lambda c, _: (jnp.tanh(c * h.mean()) + of(h) + of(lax.stop_gradient(h)), None)
+    looped = lambda h: lax.scan(turn(h), 0.0, None, length=2)[0]
+    mean = lambda h: lax.pmean((looped if around == "loop" else of)(h), "data")
     split = jax.shard_map(mean, mesh=where, in_specs=P(), out_specs=P(), check_vma=False)
     both = lambda h: jax.vmap(split, in_axes=2)(jnp.stack([h, jnp.sin(h)], 2)).sum()
-    loss = lambda w, x: (both if mapped else split)(x @ w["a"])
+    loss = lambda w, x: (both if around == "map" else split)(x @ w["a"])
     words = r"uses the worker's number in the jax.shard_map at .*losses.py:\d+.*do not name"
     with pytest.raises(ValueError, match=words):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
+
+
+four = lambda: mesh_of((4, 2))
+by_four = lambda f, i, o, **more: jax.shard_map(
+    f, mesh=four(), in_specs=i, out_specs=o, check_vma=more.get("checked", False)
+)
+square = lambda y: jnp.mean(y**2)
+
+
+def number_in_a_loop(w, x):
+    turn = lambda w: lambda r: jnp.tanh(r @ w) * jnp.float32(1 + rank_of())
+    body = lambda x, w: lax.pmean(square(lax.map(turn(w), x)), "data")
+    return by_four(body, (P(), P()), P(), checked=True)(x, w)
+
+
+def with_rule(back, of=lambda x, a: jnp.tanh(x @ a)):
+    f = jax.custom_vjp(of)
+    f.defvjp(lambda *given: (of(*given), given), back)
+    return f
+
+
+def sum_in_a_loop(w, x):
+    """A custom derivative that sums by hand, in a loop that it differentiates."""
+
+    def back(saved, g):
+        x, a = saved
+        g = g * (1 - jnp.tanh(x @ a) ** 2)
+        total = by_four(lambda x, g: lax.psum(x.T @ g, "data"), (P("data"), P("data")), P())
+        turn = lambda a: lambda c, _: (c + jnp.sum(a * total(x, g)), None)
+        return g @ a.T, jax.grad(lambda a: lax.scan(turn(a), 0.0, None, length=1)[0])(a)
+
+    return square(with_rule(back)(x, w))
+
+
+def turned_in_a_loop(w, x):
+    """A rule that gives rows in another order to a body that tells workers apart."""
+
+    def back(saved, g):
+        by_rank = by_four(lambda h: h * jnp.float32(1 + rank_of()), P("data"), P("data"))
+        turn = lambda c, h: jnp.tanh(c) * by_rank(h[::-1])[::-1]
+        loop = lambda c: lax.scan(lambda c, _: (turn(c, saved[0]), None), c, None, length=1)[0]
+        return jax.vjp(loop, saved[0])[1](g)
+
+    return square(jax.jit(with_rule(back, jnp.tanh))(x @ w))
+
+
+def from_the_first(w, x):
+    """JAX keeps one program of jnp.where for both bodies."""
+    of_first = lambda y: lax.psum(jnp.where(rank_of() == 0, y, 0.0), "data")
+    mean = by_four(lambda x: of_first(x.mean(0)), P(), P())(x)
+    one = by_four(lambda x: of_first(x.mean(0) * 0 + 1), P("data"), P())(x)
+    return square(jnp.tanh(x @ w) - (mean * one)[None])
+
+
+def of_rows_and_weights(w, x):
+    """JAX keeps one program of a function, which is called with rows and with weights."""
+    norm = by_four(lambda g: g / jnp.sqrt((g**2).sum()), P("data"), P("data"))
+    back = lambda saved, g: (norm(g) * (1 - jnp.tanh(saved[0]) ** 2),)
+    f = jax.jit(with_rule(back, jnp.tanh))
+    weights = jnp.tile(w, (2, 1))  # as many rows as the batch
+    return square(f(x @ w)) + square(f(weights) - 1)
+
+
+def unlike_orders(w, x):
+    """Devices pair other rows where one spec names the axes in another order."""
+    one, other = P(("tp", "data")), P(("data", "tp"))
+    by = jax.shard_map(
+        lambda h, y: h * y,
+        mesh=four(),
+        in_specs=(one, other),
+        out_specs=other,
+        check_vma=False,
+    )
+    return square(by(jnp.tanh(x @ w), x))
+
+
+HIDDEN = {
+    number_in_a_loop: "uses the worker's number",
+    sum_in_a_loop: "communicates over the workers' axis 'data' by psum",
+    turned_in_a_loop: "may be in another order",
+    from_the_first: "uses the worker's number",
+    of_rows_and_weights: "are of a fixed size",
+    unlike_orders: "name the workers' axis first",
+}
+
+
+@pytest.mark.parametrize("loss", HIDDEN)
+def test_what_loops_and_kept_programs_hide(loss):
+    draw = np.random.default_rng(0).normal
+    x, w = draw(size=(16, 8)).astype("f"), (draw(size=(8, 8)) / 3).astype("f")
+    with pytest.raises(ValueError, match=HIDDEN[loss]):
+        jaxsparse.grad(loss, mesh=four())(w, jax.device_put(x, NamedSharding(four(), P("data"))))
+
+
+def test_a_loop_that_communicates_with_a_derivative_that_does():
+    draw = np.random.default_rng(0).normal
+    x, w = draw(size=(16, 8)).astype("f"), (draw(size=(8, 8)) / 3).astype("f")
+
+    def loss(w, x, wrapped=lambda f: f, split=by_four):
+        mean = split(lambda x: lax.pmean(x.mean(0), "data"), P("data"), P())
+        turn = lambda x, a: lambda c, _: (jnp.tanh(c @ a) - mean(x)[None], None)
+        return square(wrapped(lambda x, a: lax.scan(turn(x, a), x, None, length=2)[0])(x, w))
+
+    def rematerialised(f):
+        back = lambda saved, g: (0 * saved[0], jax.vjp(lambda a: f(saved[0], a), saved[1])[1](g)[0])
+        return with_rule(back, f)
+
+    given = w, jax.device_put(x, NamedSharding(four(), P("data")))
+    found = jaxsparse.grad(lambda w, x: loss(w, x, rematerialised), mesh=four())(*given)
+    check(found, jaxsparse.grad(loss, mesh=four())(*given))
+    check(found.mean(0), jax.grad(loss)(*given))
 
 
 def test_sums_of_groups_tell_workers_apart():
@@ -1082,6 +1197,7 @@ NOT_PICKED = {  # what a worker's own number is for
         lax.cond(rank_of() == 0, lambda: jax.debug.callback(len, h), lambda: None),
         h,
     )[1],
+    "all print": lambda h, a: (jax.debug.callback(lambda *_: None, rank_of(), h), h)[1],
     "rows by a key": lambda h, a: h[jax.random.permutation(own_key(), len(h))[:2]],
 }  # fmt: skip
 
@@ -1685,7 +1801,13 @@ def test_an_inner_jit_that_jax_has_traced_before():
 def test_jax_is_as_it_was_afterwards_and_in_other_threads():
     where = mesh_of((4, 2))
     module, mapping, primitive = compat.shard_map_functions()
-    private = lambda: (module._shmap_checks, module.broadcast_prefix, primitive.bind)
+    loops = compat.scan_module()
+    private = lambda: (
+        module._shmap_checks,
+        module.broadcast_prefix,
+        primitive.bind,
+        loops._scan_known_hoisting,
+    )
     before = private(), mapping.spmd_names_insert_pvary, jax.custom_vjp.__call__
     params, x = put(where, 4)
     loss = FORMS["elementwise"](Way(where, True, False, is_given=True))

@@ -153,6 +153,34 @@ def shard_map_functions() -> tuple[Any, Any, Any] | None:
     return module, mapping, module.shard_map_p
 
 
+def scan_module() -> Any | None:
+    """JAX's module of `jax.lax.scan`, if it moves what does not change in front of a loop."""
+    try:
+        from jax._src.lax.control_flow import loops as module
+    except ImportError:
+        return None
+    return module if hasattr(module, "_scan_known_hoisting") else None
+
+
+def keep_scopes(hoisting: Callable[..., Any], program: ClosedJaxpr, *args: Any) -> Any:
+    """What JAX moves in front of a loop, with the scopes that the loop is in, which JAX drops."""
+    from jax._src.source_info_util import current_name_stack
+
+    around = current_name_stack()
+
+    def changed(program: ClosedJaxpr, change: Callable[[Any], Any]) -> ClosedJaxpr:
+        equations = [
+            e.replace(
+                source_info=e.source_info.replace(name_stack=change(e.source_info.name_stack))
+            )
+            for e in program.eqns
+        ]
+        return program.replace(jaxpr=program.jaxpr.replace(eqns=equations))
+
+    left, *others = hoisting(changed(program, lambda own: around + own), *args)
+    return changed(left, lambda own: own[len(around) :]), *others
+
+
 def is_reference(x: Any) -> bool:
     """Whether a variable is a reference, as `jax.new_ref` makes, which operations write to."""
     return type(getattr(x, "aval", None)).__name__ == "AbstractRef"

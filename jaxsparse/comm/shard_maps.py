@@ -3,7 +3,7 @@
 Trainers write a `jax.shard_map` for the whole mesh, whose specs cut the batch over the workers. One
 worker's function sees its own rows, which are whole along that axis. So the axis has to leave the
 specs before JAX looks at shapes, and before it differentiates: a program that was transposed with
-the axis has sums over workers in it. JAX offers no place for that, so five of its functions are
+the axis has sums over workers in it. JAX offers no place for that, so six of its functions are
 replaced while any thread traces a worker's function. They look at a `ContextVar` and change nothing
 for others. If a release of JAX moves them, `can_leave_out` is false, and a `shard_map` that names
 the axis is refused (`jaxsparse.training.one_worker`).
@@ -199,13 +199,17 @@ def _replace(more: int) -> None:
     if found is None:
         return
     module, batching, primitive = found
+    loops = compat.scan_module()
     with _LOCK:
         _threads += more
         if _threads == 1 and more == 1:
             cast = batching.spmd_names_insert_pvary
             checks, prefix = module._shmap_checks, module.broadcast_prefix
             calls = [kind.__call__ for kind in _CUSTOM]
-            _originals = checks, prefix, cast, calls
+            hoisting: Any = getattr(loops, "_scan_known_hoisting", None)
+            _originals = checks, prefix, cast, calls, hoisting
+            if loops is not None:
+                loops._scan_known_hoisting = functools.partial(compat.keep_scopes, hoisting)
             for kind, call in zip(_CUSTOM, calls):
                 setattr(kind, "__call__", _calling(call))  # noqa: B010 - types refuse to assign
             batching.spmd_names_insert_pvary = lambda *args: (
@@ -221,7 +225,10 @@ def _replace(more: int) -> None:
                 module.broadcast_prefix,
                 batching.spmd_names_insert_pvary,
                 calls,
+                hoisting,
             ) = _originals
+            if loops is not None:
+                loops._scan_known_hoisting = hoisting
             for kind, call in zip(_CUSTOM, calls):
                 setattr(kind, "__call__", call)  # noqa: B010
             del primitive.bind  # that of its class is left

@@ -81,7 +81,7 @@ def check_named(
             )
     if not any(c.is_named or _use(c, axis_name) == _RANK for c in calls):
         return
-    growing, few = set[int](), dict[int, Any]()
+    growing, few = set[int](), dict[int, list[Any]]()
     if any(of_batch):
         # JAX writes other operations for a single row, so there are two of it.
         least = 2 if any(x.shape[0] == 1 for x, yes in zip(types, of_batch) if yes) else 1
@@ -101,7 +101,7 @@ def check_named(
                 ) from error
             own = program
         _pair(own, program, few)
-        growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m)), workers)}
+        growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m), []), workers)}
     reading = _RowsOfBatch(axis_name, growing, few)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
     reading.refuse_unread(e for e, _ in compat.scoped(program))
@@ -162,8 +162,11 @@ def _marks(program: Jaxpr) -> list[Any]:
     return found
 
 
-def _pair(few: Jaxpr, many: Jaxpr, pairs: dict[int, Any]) -> bool:
+def _pair(few: Jaxpr, many: Jaxpr, pairs: dict[int, list[Any]]) -> bool:
     """Pairs the equations of a program of more rows, by id, with those of fewer.
+
+    One of an inner function, whose program JAX keeps for all calls with as many rows, has a partner
+    for each of these calls.
 
     It stops where they differ, as where a loop over rows was unrolled, or Python branched on their
     number: what comes behind does not count as growing. Returns whether all are alike.
@@ -171,7 +174,7 @@ def _pair(few: Jaxpr, many: Jaxpr, pairs: dict[int, Any]) -> bool:
     for own, other in zip(few.eqns, many.eqns):
         if own.primitive is not other.primitive:
             return False
-        pairs[id(other)] = own
+        pairs.setdefault(id(other), []).append(own)
         programs = [[*compat.inner_programs(e.params)] for e in (own, other)]
         if own.primitive.name == shard_maps.MARK:
             programs = [[e.params["call"].body.jaxpr] for e in (own, other)]
@@ -180,18 +183,23 @@ def _pair(few: Jaxpr, many: Jaxpr, pairs: dict[int, Any]) -> bool:
     return len(few.eqns) == len(many.eqns)
 
 
-def _grows(mark: Any, few: Any, times: int) -> bool:
-    """Whether what is cut grows as rows do. What is not cut has to stay as it is."""
-    if few is None:  # a body may close over other values than with fewer rows
+def _grows(mark: Any, few: list[Any], times: int) -> bool:
+    """Whether what is cut grows as rows do in all calls. What is not cut has to stay as it is."""
+    if not few:  # a body may close over other values than with fewer rows
         return bool(mark.params["verb"] == "closes over")
-    own, now = few.params["rows"], mark.params["rows"]
-    return own != now if mark.params["dim"] is None else now == times * own > 0
+    own, now = [x.params["rows"] for x in few], mark.params["rows"]
+    if mark.params["dim"] is None:
+        return any(n != now for n in own)
+    return all(now == times * n > 0 for n in own)
 
 
 def _use(call: Any, axis_name: str) -> str:
     """How a body uses the axis of workers."""
     before = {axis for cut in call.takes for axis in cut.before}
     axes, names = {axis_name, *before}, set[str]()
+    cuts = {(x.before, x.behind) for x in (*call.takes, *call.makes) if x.dim is not None}
+    if before and len(cuts) > 1:  # each device has other rows of one than of another
+        return _INNER
     for equation, _ in compat.scoped(call.body.jaxpr):
         named = axes.intersection(compat.axes_of(equation.params))
         if named and before and named != axes:
@@ -212,7 +220,7 @@ class _RowsOfBatch(RowsReading):
         refusals: what is wrong, as errors.
     """
 
-    def __init__(self, axis_name: str, growing: set[int], few: dict[int, Any]) -> None:
+    def __init__(self, axis_name: str, growing: set[int], few: dict[int, list[Any]]) -> None:
         super().__init__()
         self._few = few  # equations of one worker's rows, by those of all
         self.refusals = list[str]()
@@ -254,7 +262,10 @@ class _RowsOfBatch(RowsReading):
             result = self._results.get(number, known)
             if equation.params["verb"] == "takes":  # a cotangent has rows where the result has them
                 return [result]
-            self._results[number] = self.join((known, result))
+            # JAX keeps a function's program for other calls, of rows and of weights.
+            is_other = (known is None) != (result is None)
+            here = place_in_source(self.around or equation)
+            self._results[number] = here if is_other else self.join((known, result))
             return inputs
         if name == "shard_map":  # or what JAX made of it
             before, self._is_silent = self._is_silent, True
@@ -282,9 +293,10 @@ class _RowsOfBatch(RowsReading):
         if is_slice and not set(equation.params.get("strides") or ()) - {1}:
             return [rows._replace(order="part")]
         if name == "reshape":
-            shape, few = equation.outvars[0].aval.shape, self._few.get(id(equation))
-            before = shape if few is None else few.outvars[0].aval.shape
-            growing = [i for i, (n, less) in enumerate(zip(shape, before)) if n != less]
+            shape, few = equation.outvars[0].aval.shape, self._few.get(id(equation), [])
+            shapes = {x.outvars[0].aval.shape for x in few} or {shape}
+            grow = lambda less: [i for i, (n, m) in enumerate(zip(shape, less)) if n != m]
+            growing = [] if len(shapes) > 1 else grow(*shapes)
             found = [_regrouped(found[0], shape, growing) or where]
         return [where if x == TRUSTED else x for x in found]
 
@@ -417,7 +429,7 @@ class _RowsOfBatch(RowsReading):
 
     def _refuse(self, mark: Any, is_wrong: bool, why: str = "") -> None:
         if is_wrong:
-            self._say(_refusal(self._few.get(id(mark), mark), self._axis_name, why))
+            self._say(_refusal(self._few.get(id(mark), [mark])[0], self._axis_name, why))
 
     def _say(self, text: str) -> None:
         if not self._is_silent:
