@@ -1014,7 +1014,7 @@ PICKED = {  # what picks some of a worker's rows by its number
 
 
 @pytest.mark.parametrize("pick", some(PICKED, ["table", "rule of vjp"]))
-@pytest.mark.parametrize("around", ["nothing", "map", "loop"])
+@pytest.mark.parametrize("around", some(["nothing", "map", "loop"], ["nothing", "loop"]))
 def test_rows_that_a_body_picks_by_its_number(pick, around):
     """It has one worker's rows alone, whole, where it has all workers' under jax.jit."""
     where = mesh_of((4, 2))
@@ -1115,7 +1115,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("loss", HIDDEN)
+@pytest.mark.parametrize("loss", some(HIDDEN, [sum_in_a_loop, from_the_first]))
 def test_what_loops_and_kept_programs_hide(loss):
     draw = np.random.default_rng(0).normal
     x, w = draw(size=(16, 8)).astype("f"), (draw(size=(8, 8)) / 3).astype("f")
@@ -1123,6 +1123,7 @@ def test_what_loops_and_kept_programs_hide(loss):
         jaxsparse.grad(loss, mesh=four())(w, jax.device_put(x, NamedSharding(four(), P("data"))))
 
 
+@pytest.mark.slow
 def test_a_loop_that_communicates_with_a_derivative_that_does():
     draw = np.random.default_rng(0).normal
     x, w = draw(size=(16, 8)).astype("f"), (draw(size=(8, 8)) / 3).astype("f")
