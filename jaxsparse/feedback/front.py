@@ -162,9 +162,10 @@ class _Front(RowsReading):
         if meshes.SCOPE in scopes or meshes.OWN_SCOPE in scopes:
             self.places += [x for x in inputs if isinstance(x, str)]
             return [None] * len(equation.outvars)
-        # What it makes, and what else is trusted, has rows in front.
+        # What trusted code makes has rows in front, where it has as many as there are workers.
+        rows = (self.workers,) if self.workers > 1 else None
         given = zip(inputs, compat.inputs_of(equation))
-        inputs = [_FIRST if x == TRUSTED and self._has_rows(y, 0) else x for x, y in given]
+        inputs = [_FIRST if x == TRUSTED and y.aval.shape[:1] == rows else x for x, y in given]
         return super().equation(equation, inputs)
 
     def sliced(self, value: Known, equation: Any) -> Known:
@@ -210,8 +211,3 @@ class _Front(RowsReading):
             behind = range(known.axis, len(x.aval.shape))
             return [None] if {*behind} <= {*equation.params.get("axes", ())} else None
         return None
-
-    def _has_rows(self, x: Any, axis: int) -> bool:
-        """Whether an axis is as long as there are workers, if these are several."""
-        shape = x.aval.shape
-        return self.workers > 1 and len(shape) > axis and shape[axis] == self.workers
