@@ -1,6 +1,7 @@
 """Where a program leaves the axis of rows: by operations that are known to keep rows apart.
 
-An operation that stands here is allowed in front of an exchange if its rule finds the axis again.
+A rule finds the axis again, or refuses. Rows of a batch are so followed through a loss, and rows of
+gradients in front of an exchange, where less is allowed (`jaxsparse.feedback.front`).
 """
 
 import math
