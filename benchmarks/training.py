@@ -9,6 +9,9 @@ written after each row, and rows that it has are not trained again.
     python benchmarks/training.py --json benchmarks/results/training_text.json
     python benchmarks/training.py --task digits --json benchmarks/results/training_digits.json
     python benchmarks/training.py --steps 100 --seeds 1 --only dense "4 bits, before Adam"
+    python benchmarks/training.py --rates benchmarks/results/training_digits.json
+
+With `--rates`, it prints the best rates of such files over dense's, and what they gain on seed 0.
 """
 
 import argparse
@@ -297,9 +300,21 @@ def trained(task: Task, make: Callable[[float], Any], args: argparse.Namespace) 
     }  # fmt: skip
 
 
+def print_rates(file: str) -> None:
+    """The rates of rows over dense's, and the losses of seed 0 at dense's rate and at their own."""
+    rows = json.loads(Path(file).read_text())["rows"]
+    of_dense = rows["dense"]["rate"]
+    print(timing.head("exchange", "rate over dense's", "loss at dense's rate", "at its own"))
+    for name, row in rows.items():
+        tried = {float(rate): loss for rate, loss in row["tried"].items()}
+        losses = (f"{tried[rate]:.3f}" for rate in (of_dense, row["rate"]))
+        print(timing.row(name, f"{row['rate'] / of_dense:g}", *losses))
+
+
 def main() -> None:
     parser = timing.parser_of(__doc__)
     add = parser.add_argument
+    add("--rates", metavar="FILE", help="prints rates of a file, and trains nothing")
     add("--task", choices=TASKS, default="text")
     add("--workers", type=int, default=8)
     add("--steps", type=int, help="default: 600; digits: 300")
@@ -309,9 +324,12 @@ def main() -> None:
     add("--only", nargs="+", metavar="ROW", help="rows by name; default: all")
     add("--json", metavar="FILE", help="where rows are, and where new ones go")
     args = parser.parse_args()
+    if args.rates:
+        print_rates(args.rates)
+        return
     where, task = timing.where(), TASKS[args.task]()
     args.steps, args.first = args.steps or task.steps, args.first or task.rate
-    settings = {name: x for name, x in vars(args).items() if name not in ("only", "json")}
+    settings = {name: x for name, x in vars(args).items() if name not in ("only", "json", "rates")}
     found: dict[str, Any] = {}
     if args.json and Path(args.json).exists():
         known = json.loads(Path(args.json).read_text())

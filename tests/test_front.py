@@ -273,6 +273,8 @@ MIXED |= {
     },
     "turned": each(lambda x: (2 * x.T).T),
     "stacked behind rows": each(lambda x: jnp.stack([x, x], 1).mean(1)),
+    "number of finite entries": each(lambda x: x * (20 / jnp.sum(jnp.isfinite(x)))),
+    "number of equal entries": each(lambda x: x / jnp.sum(x == x)),
     "finite in all workers": each(
         lambda x: jnp.where(jnp.isfinite(jnp.where(x > 0.3, jnp.inf, x)).all(0), x, 0)
     ),
@@ -521,6 +523,12 @@ def test_check_refuses_the_same(name):
     front = optax.stateless(lambda g, p: MIXED[name](g))
     with pytest.raises(ValueError, match="In front of the exchange"):
         jaxsparse.check(optax.chain(front, jaxsparse.dense()), START)
+
+
+def test_check_tells_what_optax_raises():
+    tx = optax.chain(optax.adaptive_grad_clip(0.1), jaxsparse.dense())
+    with pytest.raises(ValueError, match=r"does not take gradients with a row .*Shape mismatch"):
+        jaxsparse.check(tx, START)
 
 
 def test_a_compiled_step_has_nothing_of_it():

@@ -207,7 +207,9 @@ class _Front(RowsReading):
             if isinstance(known, RowAxis) and known != TRUSTED:
                 known = known._replace(order="finite")
             return [None if isinstance(known, str) and not x.aval.shape else known]
-        if isinstance(known, RowAxis) and known.order == "finite" and name.startswith("reduce_"):
-            behind = range(known.axis, len(x.aval.shape))
-            return [None] if {*behind} <= {*equation.params.get("axes", ())} else None
-        return None
+        # A number of finite entries would be that of all workers.
+        if not isinstance(known, RowAxis) or known.order != "finite":
+            return None
+        behind = {*range(known.axis, len(x.aval.shape))}
+        is_asked = name in ("reduce_and", "reduce_or") and behind <= {*equation.params["axes"]}
+        return [None] if is_asked else None

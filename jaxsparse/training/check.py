@@ -1,5 +1,6 @@
 """A check that rows of gradients end in an exchange, and nowhere else."""
 
+import traceback
 import warnings
 from typing import Any
 
@@ -132,7 +133,9 @@ def _traced(
                 if not lacks_arguments(error):
                     raise
                 program, result = trace(update_by_loss)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, ValueError) and not _is_of_optax(error):
+                raise
             text = str(error).splitlines()[0]
             if lacks_arguments(error):
                 raise ValueError(
@@ -149,6 +152,12 @@ def _traced(
                 "gradients by a scan over microbatches in place of optax.MultiSteps"
             ) from error
     return program, state, *result
+
+
+def _is_of_optax(error: Exception) -> bool:
+    """Whether code of Optax raised it, and not an exchange of this library."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")).startswith("optax.")
 
 
 def lacks_arguments(error: Exception) -> bool:
