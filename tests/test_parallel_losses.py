@@ -1105,7 +1105,55 @@ def unlike_orders(w, x):
     return square(by(jnp.tanh(x @ w), x))
 
 
+def sum_in_a_force(w, x):
+    """JAX drops the energy, of which a jitted gradient needs nothing."""
+    total = jax.custom_vjp(lambda v: lax.psum(v, "data"))
+    total.defvjp(lambda v: (lax.psum(v, "data"), None), lambda _, g: (g,))
+    energy = by_four(lambda h: total((h**4).sum()), P("data"), P())
+    return square(jax.jit(jax.grad(energy))(x @ w) - x)
+
+
+def force_of_a_mean(w, x):
+    energy = by_four(lambda h: lax.pmean((h**4).mean(), "data"), P("data"), P())
+    return square(jax.grad(energy)(x @ w) - x)
+
+
+def rows_in_a_force(w, x):
+    by = by_four(lambda h, c: h * c.mean(), (P("data"), P()), P("data"))
+    return square(jax.jit(lambda h: jax.grad(lambda c: by(h, c).sum())(h))(x @ w))
+
+
+def weights_in_a_force(w, x):
+    of_parts = lambda h, c: lax.pmean(h.sum() * (c * jnp.arange(1.0, len(c) + 1)).sum(), "data")
+    by = by_four(of_parts, (P("data"), P("data")), P())
+    return square(jax.jit(lambda h: jax.grad(lambda c: by(h, c))(jnp.ones(8)))(x @ w))
+
+
+def helper():
+    return jax.jit(by_four(lambda h: h * jnp.float32(1 + rank_of()), P("data"), P("data")))
+
+
+def transposed_helper(w, x):
+    """Its other use has the mark of what it takes."""
+    f, h = helper(), x @ w
+    return square(f(h) + jax.linear_transpose(f, h)(jnp.tanh(h)[::-1])[0][::-1])
+
+
+def helper_of_tangents(w, x):
+    f = helper()
+    g = jax.custom_jvp(lambda h: f(jnp.sin(h)))
+    slope = lambda h, t: f((t * jnp.cos(h))[::-1])[::-1]
+    g.defjvp(lambda given, along: (f(jnp.sin(given[0])), slope(given[0], along[0])))
+    return square(g(x @ w))
+
+
 HIDDEN = {
+    sum_in_a_force: "and its custom derivative does not",
+    force_of_a_mean: "the loss takes a gradient inside",
+    rows_in_a_force: "that grows with the batch",
+    weights_in_a_force: "are no rows of a batch",
+    transposed_helper: "is given tangents by",
+    helper_of_tangents: "is given tangents by",
     number_in_a_loop: "uses the worker's number",
     sum_in_a_loop: "communicates over the workers' axis 'data' by psum",
     turned_in_a_loop: "may be in another order",
@@ -1115,7 +1163,9 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("loss", some(HIDDEN, [sum_in_a_loop, from_the_first]))
+@pytest.mark.parametrize(
+    "loss", some(HIDDEN, [sum_in_a_loop, from_the_first, rows_in_a_force, transposed_helper])
+)
 def test_what_loops_and_kept_programs_hide(loss):
     draw = np.random.default_rng(0).normal
     x, w = draw(size=(16, 8)).astype("f"), (draw(size=(8, 8)) / 3).astype("f")

@@ -549,12 +549,20 @@ def identity(name: str, type_of: Callable[..., Any]) -> Primitive:
 # the dimension that a spec cuts over the axis of workers, the number of elements along it, and
 # whether a `vmap` gave the value another dimension.
 _mark = identity(MARK := "names_workers", lambda aval, **_: aval)
-# Of arguments that were tangents, marks of their cotangents are left.
+# A cotangent is returned for a tangent, which follows a value that a body takes. For a value that
+# is itself linear, as one that is a tangent already, it is returned alone.
+_FOLLOWS, _RETURNS = {"takes": "follows"}, {"takes": (ALONE := "returns alone"), ALONE: ALONE}
 ad.deflinear2(
     _mark,
     lambda ct, _, *, verb, **params: [
-        ct if verb == "makes" else _mark.bind(ct, verb="returns", **params)
+        ct if verb == "makes" else _mark.bind(ct, verb=_RETURNS.get(verb, "returns"), **params)
     ],
+)
+ad.defjvp(
+    _mark,
+    lambda tangent, _, *, verb, **params: _mark.bind(
+        tangent, verb=_FOLLOWS.get(verb, verb), **params
+    ),
 )
 
 

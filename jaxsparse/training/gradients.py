@@ -155,6 +155,11 @@ def value_and_grad(
             check_arrays("auxiliary output", value[1] if has_aux else None)
             return (value, grads), None
 
+        def alone(*leaves: Any) -> OwnAndEqual:
+            args, kwargs = released(treedef.unflatten(leaves))
+            with whole_leaves(gather is not False):
+                return (fun(*args, **kwargs), ()), None
+
         def check(program: Jaxpr) -> None:
             if batch_argnums is None:
                 batches = [given[0][i] for i in split]
@@ -164,12 +169,12 @@ def value_and_grad(
         leaves = [x for _, x in flat]
         cut = CutLeaves.find(flat, given[0], argnums, specs, gather, there)
         if cut is None:
-            (value, grads), _ = on_workers(one, there, is_split, is_split, check, True)(*leaves)
+            (value, grads), _ = on_workers(one, there, is_split, is_split, check, alone)(*leaves)
             return value, marked(grads)
         sent, rows_in = cut.entered(leaves, is_split)
         of_batch = [*is_split, *[False] * (len(sent) - len(leaves))]
-        whole = cut.around(one, len(leaves))
-        return cut.returned(*on_workers(whole, there, rows_in, of_batch, check, True)(*sent))
+        whole, alone = (cut.around(f, len(leaves)) for f in (one, alone))
+        return cut.returned(*on_workers(whole, there, rows_in, of_batch, check, alone)(*sent))
 
     return rows
 
@@ -230,14 +235,14 @@ def on_workers(
     is_split: list[bool],
     of_batch: list[bool],
     check: Callable[[Jaxpr], None],
-    has_own_branches: bool = False,
+    loss: Callable[..., OwnAndEqual] | None = None,
 ) -> Callable[..., OwnAndEqual]:
     """`one`, which has a model inside, on all workers. See `run_on`.
 
     `is_split` tells of each array whether it is cut over the workers, and `of_batch` whether that
     is because it is of a batch. A worker's own state is cut, too.
-    `check` is given the program of one worker. A loss branches on a worker's own values
-    (`has_own_branches`), a step with an exchange on agreed ones.
+    `check` is given the program of one worker. If `one` is a gradient, `loss` is without it. It
+    branches on a worker's own values, and a step with an exchange on agreed ones.
 
     On a mesh without other axes, and without an operation that has a mesh, it runs as it is, and a
     `jax.lax.cond` takes one of its branches. Otherwise it is mapped, so that JAX places all but the
@@ -245,7 +250,7 @@ def on_workers(
     """
     count, mesh, axis_name = workers.count, workers.mesh, workers.axis_name
     assert axis_name is not None
-    inner = workers.inner
+    inner, has_own_branches = workers.inner, loss is not None
 
     def traced(
         trace: Callable[[Callable[..., Any], Sequence[Any]], ClosedJaxpr], types: Sequence[Any]
@@ -253,20 +258,29 @@ def on_workers(
         """The program of one worker, which is checked, and the structure of what it returns."""
         trees = list[Any]()
 
-        def flat(*leaves: Any) -> list[Any]:
+        def flat(one: Callable[..., Any], *leaves: Any) -> list[Any]:
             found, tree = jax.tree.flatten(one(*leaves))
             trees.append(tree)
             return [jnp.asarray(x) for x in found]
 
-        program = trace(flat, types)
+        def judge(program: Jaxpr, again: Callable[[Sequence[Any]], ClosedJaxpr]) -> None:
+            check(program)
+            if count > 1:  # else nothing is cut
+                is_own = is_split if has_own_branches else of_batch
+                ranks.check_branches(program, is_own, axis_name)
+                ranks.check_unnamed(program, is_split, axis_name)
+                named_axes.check_named(program, of_batch, axis_name, count, types, again)
+
+        own = functools.partial(trace, functools.partial(flat, one))
+        program = own(types)
         tree = trees[-1]  # others follow, of more rows
-        check(program.jaxpr)
-        if count > 1:  # else nothing is cut
-            is_own = is_split if has_own_branches else of_batch
-            ranks.check_branches(program.jaxpr, is_own, axis_name)
-            ranks.check_unnamed(program.jaxpr, is_split, axis_name)
-            again = functools.partial(trace, flat)
-            named_axes.check_named(program.jaxpr, of_batch, axis_name, count, types, again)
+        judge(program.jaxpr, own)
+        if loss is not None and shard_maps.calls_in(program.jaxpr):
+            # Of an inner gradient JAX drops, in that of the loss, what nothing needs.
+            whole = functools.partial(trace, functools.partial(flat, loss))
+            if named_axes.has_derivatives(of_loss := whole(types).jaxpr):
+                judge(of_loss, whole)
+                named_axes.check_inner(of_loss, axis_name)
         return program, tree
 
     def traced_inside(*leaves: Any, closed: Sequence[Any] = ()) -> OwnAndEqual:

@@ -306,9 +306,9 @@ class _RowsOfBatch(RowsReading):
         call, number = params["call"], params["number"]
         is_judged = not self._is_silent and ranks.is_judged(self.scopes)
         self._read.add(id(mark))
-        if params["verb"] == "returns":
+        if params["verb"] in ("returns", shard_maps.ALONE):
             is_rank = call.is_named and _use(call, self._axis_name) in (_RANK, _INNER)
-            if is_rank and params["dim"] is not None and number not in self._taken.get(call, ()):
+            if is_rank and params["dim"] is not None and params["verb"] == shard_maps.ALONE:
                 self._say(
                     f"the jax.shard_map at {call.place} tells workers apart, and is given tangents "
                     "by a jax.custom_jvp or a jax.linear_transpose. Whether these are a worker's "
@@ -501,6 +501,28 @@ def _is_statistic(equation: Any, inputs: list[Any]) -> bool:
         ((left, right), _) = equation.params["dimension_numbers"]
         return None not in axes and any(tuple(axes) == pair for pair in zip(left, right))
     return name.startswith("reduce_") and axes[0] in equation.params.get("axes", ())
+
+
+def has_derivatives(program: Jaxpr) -> bool:
+    """Whether the program of a loss, without its gradient, has derivatives inside."""
+    return any("jvp(" in x or "transpose(" in x for _, x in compat.scoped(program))
+
+
+def check_inner(program: Jaxpr, axis_name: str) -> None:
+    """Raises ValueError if a loss differentiates, inside, what a body made of all workers' values.
+
+    Under `jax.jit` it is one value, and each worker has its part of the cotangent.
+    """
+    for mark in _marks(program):
+        call, is_cotangent = mark.params["call"], "returns" in mark.params["verb"]
+        is_whole = any(cut.dim is None for cut in call.makes)
+        if is_cotangent and is_whole and shard_maps.communicates(call.body.jaxpr, axis_name):
+            raise ValueError(
+                f"the loss takes a gradient inside, through the jax.shard_map at {call.place}, "
+                f"which communicates over the workers' axis {axis_name!r} and makes a value that "
+                "is equal on all workers: put that gradient into the body, or leave the sum to the "
+                "loss"
+            )
 
 
 def check_explicit(program: Jaxpr, axis_name: str) -> None:
