@@ -8,7 +8,12 @@ from typing import Any
 import jax
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
-from jax.extend.source_info_util import current, register_exclusion, summarize
+from jax.extend.source_info_util import (
+    current,
+    current_name_stack,
+    register_exclusion,
+    summarize,
+)
 from jax.interpreters import batching, mlir
 
 register_exclusion(__file__)  # its frames are not the place of an operation
@@ -164,8 +169,6 @@ def scan_module() -> Any | None:
 
 def keep_scopes(hoisting: Callable[..., Any], program: ClosedJaxpr, *args: Any) -> Any:
     """What JAX moves in front of a loop, with the scopes that the loop is in, which JAX drops."""
-    from jax._src.source_info_util import current_name_stack
-
     around = current_name_stack()
 
     def changed(program: ClosedJaxpr, change: Callable[[Any], Any]) -> ClosedJaxpr:
