@@ -273,6 +273,14 @@ MIXED |= {
     },
     "turned": each(lambda x: (2 * x.T).T),
     "stacked behind rows": each(lambda x: jnp.stack([x, x], 1).mean(1)),
+    "the first is finite": lambda g: each(lambda x: jnp.where(jnp.isfinite(g["w"][0].sum()), x, 0))(
+        g
+    ),
+    "bits of finite entries": each(
+        lambda x: (
+            x * jax.lax.reduce_or(jnp.isfinite(x).astype("int32") << 3, axes=tuple(range(x.ndim)))
+        )
+    ),
     "number of finite entries": each(lambda x: x * (20 / jnp.sum(jnp.isfinite(x)))),
     "number of equal entries": each(lambda x: x / jnp.sum(x == x)),
     "finite in all workers": each(

@@ -1118,6 +1118,40 @@ def force_of_a_mean(w, x):
     return square(jax.grad(energy)(x @ w) - x)
 
 
+def force_of_a_mean_on_rows(w, x):
+    laid = lambda h: jnp.broadcast_to(lax.psum((h**4).sum(), "data"), (len(h),))
+    energy = lambda h: by_four(laid, P("data"), P("data"))(h).mean()
+    return square(jax.checkpoint(jax.grad(energy))(x @ w) - x)
+
+
+def curvature_of_turned_rows(w, x):
+    by_rank = by_four(lambda h: h * jnp.float32(1 + rank_of()), P("data"), P("data"))
+    force = jax.jit(jax.grad(lambda h: by_rank((h**4)[::-1]).sum()))
+    return square(jax.grad(lambda h: force(h).sum())(x @ w) - x)
+
+
+def force_in_a_forward_rule(w, x):
+    by_rank = by_four(lambda h: h * jnp.float32(1 + rank_of()), P("data"), P("data"))
+    force = jax.grad(lambda h: by_rank((h**4)[::-1]).sum())
+    f = jax.custom_vjp(jnp.sin)
+    f.defvjp(lambda h: (jnp.sin(h), force(h)), lambda force, g: (g * force,))
+    return square(jax.jit(f)(x @ w))
+
+
+def turned_in_a_rule_under_remat(w, x):
+    by_rank = by_four(lambda h: h * jnp.float32(1 + rank_of()), P("data"), P("data"))
+    f = jax.custom_jvp(jnp.sin)
+    f.defjvp(lambda given, along: (jnp.sin(given[0]), along[0] * by_rank(given[0][::-1])))
+    return square(jax.checkpoint(f)(x @ w))
+
+
+def cut_weights_in_a_third_derivative(w, x):
+    by = by_four(lambda h, c: h * c.sum(), (P("data"), P("data")), P("data"))
+    slope = lambda f: lambda h: jax.checkpoint(jax.grad(f))(h).sum()
+    energy = lambda h: by(h**4, jnp.arange(1.0, 9)).sum()
+    return square(jax.checkpoint(jax.grad(slope(slope(energy))))(x @ w) - x)
+
+
 def rows_in_a_force(w, x):
     by = by_four(lambda h, c: h * c.mean(), (P("data"), P()), P("data"))
     return square(jax.jit(lambda h: jax.grad(lambda c: by(h, c).sum())(h))(x @ w))
@@ -1150,6 +1184,11 @@ def helper_of_tangents(w, x):
 HIDDEN = {
     sum_in_a_force: "and its custom derivative does not",
     force_of_a_mean: "the loss takes a gradient inside",
+    force_of_a_mean_on_rows: "the loss takes a gradient inside",
+    curvature_of_turned_rows: "the loss takes a gradient inside",
+    force_in_a_forward_rule: "the loss takes a gradient inside",
+    turned_in_a_rule_under_remat: "may be in another order",
+    cut_weights_in_a_third_derivative: "are no rows of a batch",
     rows_in_a_force: "that grows with the batch",
     weights_in_a_force: "are no rows of a batch",
     transposed_helper: "is given tangents by",

@@ -206,10 +206,11 @@ class _Front(RowsReading):
         if name == "is_finite" or (name in ("eq", "ne") and given[1] is x):
             if isinstance(known, RowAxis) and known != TRUSTED:
                 known = known._replace(order="finite")
-            return [None if isinstance(known, str) and not x.aval.shape else known]
+            is_sum = isinstance(known, str) and known.startswith("the reduce_")  # as in a norm
+            return [None if is_sum and not x.aval.shape else known]
         # A number of finite entries would be that of all workers.
         if not isinstance(known, RowAxis) or known.order != "finite":
             return None
         behind = {*range(known.axis, len(x.aval.shape))}
-        is_asked = name in ("reduce_and", "reduce_or") and behind <= {*equation.params["axes"]}
-        return [None] if is_asked else None
+        is_asked = name in ("reduce_and", "reduce_or") and x.aval.dtype == bool
+        return [None] if is_asked and behind <= {*equation.params["axes"]} else None

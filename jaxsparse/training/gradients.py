@@ -263,13 +263,17 @@ def on_workers(
             trees.append(tree)
             return [jnp.asarray(x) for x in found]
 
-        def judge(program: Jaxpr, again: Callable[[Sequence[Any]], ClosedJaxpr]) -> None:
+        def judge(
+            program: Jaxpr, again: Callable[[Sequence[Any]], ClosedJaxpr], is_loss: bool = False
+        ) -> None:
             check(program)
             if count > 1:  # else nothing is cut
                 is_own = is_split if has_own_branches else of_batch
                 ranks.check_branches(program, is_own, axis_name)
                 ranks.check_unnamed(program, is_split, axis_name)
-                named_axes.check_named(program, of_batch, axis_name, count, types, again)
+                named_axes.check_named(program, of_batch, axis_name, count, types, again, is_loss)
+                if loss is not None:
+                    named_axes.check_inner(program, axis_name, is_loss)
 
         own = functools.partial(trace, functools.partial(flat, one))
         program = own(types)
@@ -279,8 +283,7 @@ def on_workers(
             # Of an inner gradient JAX drops, in that of the loss, what nothing needs.
             whole = functools.partial(trace, functools.partial(flat, loss))
             if named_axes.has_derivatives(of_loss := whole(types).jaxpr):
-                judge(of_loss, whole)
-                named_axes.check_inner(of_loss, axis_name)
+                judge(of_loss, whole, is_loss=True)
         return program, tree
 
     def traced_inside(*leaves: Any, closed: Sequence[Any] = ()) -> OwnAndEqual:

@@ -44,6 +44,7 @@ def check_named(
     workers: int,
     types: Sequence[Any],
     trace: Callable[[list[Any]], ClosedJaxpr],
+    is_loss: bool = False,
 ) -> None:
     """Raises ValueError if a `shard_map` cuts over workers what is not a worker's rows.
 
@@ -64,6 +65,7 @@ def check_named(
         workers: their number.
         types: the types of the arguments.
         trace: traces the function with other types.
+        is_loss: whether it is a loss without its gradient, so that a backward pass is its own.
     """
     calls = {mark.params["call"] for mark in _marks(program)}
     if not calls:
@@ -102,7 +104,7 @@ def check_named(
             own = program
         _pair(own, program, few)
         growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m), []), workers)}
-    reading = _RowsOfBatch(axis_name, growing, few)
+    reading = _RowsOfBatch(axis_name, growing, few, is_loss)
     reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
     reading.refuse_unread(e for e, _ in compat.scoped(program))
     if reading.refusals:
@@ -220,8 +222,11 @@ class _RowsOfBatch(RowsReading):
         refusals: what is wrong, as errors.
     """
 
-    def __init__(self, axis_name: str, growing: set[int], few: dict[int, list[Any]]) -> None:
+    def __init__(
+        self, axis_name: str, growing: set[int], few: dict[int, list[Any]], is_loss: bool
+    ) -> None:
         super().__init__()
+        self._is_loss = is_loss
         self._few = few  # equations of one worker's rows, by those of all
         self.refusals = list[str]()
         self._axis_name, self._growing = axis_name, growing
@@ -304,7 +309,7 @@ class _RowsOfBatch(RowsReading):
         """Judges what a `shard_map` takes and makes, as far as its specs name the axis."""
         params = mark.params
         call, number = params["call"], params["number"]
-        is_judged = not self._is_silent and ranks.is_judged(self.scopes)
+        is_judged = not self._is_silent and (self._is_loss or ranks.is_judged(self.scopes))
         self._read.add(id(mark))
         if params["verb"] in ("returns", shard_maps.ALONE):
             is_rank = call.is_named and _use(call, self._axis_name) in (_RANK, _INNER)
@@ -508,20 +513,22 @@ def has_derivatives(program: Jaxpr) -> bool:
     return any("jvp(" in x or "transpose(" in x for _, x in compat.scoped(program))
 
 
-def check_inner(program: Jaxpr, axis_name: str) -> None:
-    """Raises ValueError if a loss differentiates, inside, what a body made of all workers' values.
+def check_inner(program: Jaxpr, axis_name: str, is_loss: bool) -> None:
+    """Raises ValueError if a loss takes a gradient inside, through what uses the workers' axis.
 
-    Under `jax.jit` it is one value, and each worker has its part of the cotangent.
+    A cotangent is one worker's there. Under `jax.jit` it is that of all workers, or a part of it,
+    by what the body makes. Where the program is no loss without its gradient (`is_loss`), that is
+    looked for in forward rules of custom derivatives alone, which are not differentiated.
     """
-    for mark in _marks(program):
-        call, is_cotangent = mark.params["call"], "returns" in mark.params["verb"]
-        is_whole = any(cut.dim is None for cut in call.makes)
-        if is_cotangent and is_whole and shard_maps.communicates(call.body.jaxpr, axis_name):
+    for mark, scopes in compat.scoped(program):
+        if mark.primitive.name != shard_maps.MARK or "returns" not in mark.params["verb"]:
+            continue
+        is_inside = is_loss or [kind for kind, _ in ranks.RULE.findall(scopes)][-1:] == ["forward"]
+        if is_inside and _use(call := mark.params["call"], axis_name) != _NONE:
             raise ValueError(
                 f"the loss takes a gradient inside, through the jax.shard_map at {call.place}, "
-                f"which communicates over the workers' axis {axis_name!r} and makes a value that "
-                "is equal on all workers: put that gradient into the body, or leave the sum to the "
-                "loss"
+                f"which uses the workers' axis {axis_name!r}, so that cotangents of other workers "
+                "count there: put that gradient into the body, or leave the axis out of it"
             )
 
 
