@@ -241,8 +241,8 @@ def on_workers(
 
     `is_split` tells of each array whether it is cut over the workers, and `of_batch` whether that
     is because it is of a batch. A worker's own state is cut, too.
-    `check` is given the program of one worker. If `one` is a gradient, `loss` is without it. It
-    branches on a worker's own values, and a step with an exchange on agreed ones.
+    `check` is given the program of one worker. If `one` differentiates a loss, `loss` is that: it
+    may branch on a worker's own values, and a step with an exchange branches on agreed ones.
 
     On a mesh without other axes, and without an operation that has a mesh, it runs as it is, and a
     `jax.lax.cond` takes one of its branches. Otherwise it is mapped, so that JAX places all but the
@@ -258,8 +258,8 @@ def on_workers(
         """The program of one worker, which is checked, and the structure of what it returns."""
         trees = list[Any]()
 
-        def flat(one: Callable[..., Any], *leaves: Any) -> list[Any]:
-            found, tree = jax.tree.flatten(one(*leaves))
+        def flat(function: Callable[..., Any], *leaves: Any) -> list[Any]:
+            found, tree = jax.tree.flatten(function(*leaves))
             trees.append(tree)
             return [jnp.asarray(x) for x in found]
 

@@ -313,7 +313,7 @@ class _RowsOfBatch(RowsReading):
         self._read.add(id(mark))
         if params["verb"] in ("returns", shard_maps.ALONE):
             is_rank = call.is_named and _use(call, self._axis_name) in (_RANK, _INNER)
-            if is_rank and params["dim"] is not None and params["verb"] == shard_maps.ALONE:
+            if params["verb"] == shard_maps.ALONE and is_rank and params["dim"] is not None:
                 self._say(
                     f"the jax.shard_map at {call.place} tells workers apart, and is given tangents "
                     "by a jax.custom_jvp or a jax.linear_transpose. Whether these are a worker's "
