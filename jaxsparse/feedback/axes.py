@@ -59,21 +59,16 @@ class Call(NamedTuple):
         return self.axis if is_whole else None
 
 
-def reshaped(
-    rows: RowAxis, shape: tuple[int, ...], new: tuple[int, ...], workers: int = 0
-) -> RowAxis:
-    """Where rows of one shape, of so many workers if that is known, are in another one."""
+def reshaped(rows: RowAxis, shape: tuple[int, ...], new: tuple[int, ...]) -> RowAxis:
+    """Where rows of one shape are in another one."""
     size = rows.block
     count = math.prod(shape) // max(size, 1)
     if rows.axis != _SPREAD:
         size, count = size * math.prod(shape[rows.axis + 1 :]), shape[rows.axis] // size
-    count = workers if workers and rows.order == "again" else count
     for i, n in enumerate(new):
         inner = math.prod(new[i + 1 :])
         if inner and size % inner == 0 and n * inner % max(count * size, 1) == 0:
             order = rows.order if n * inner == count * size else "again"
-            if order == "again" and workers and n * inner == count * size:
-                order = "all"  # each once
             return RowAxis(i, size // inner, order)
     is_inner = rows.axis != _SPREAD and math.prod(shape[: rows.axis]) > 1
     return RowAxis(_SPREAD, size, "again" if is_inner else rows.order)
@@ -230,11 +225,6 @@ class RowsReading(Reading[Known]):
 
     nothing = None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.workers = 0
-        self._blocks = dict[int, tuple[int, int]]()  # of rows that loops go over, by their depth
-
     def join(self, values: Iterable[Known]) -> Known:
         found = {x for x in values if x is not None}
         if mixed := [x for x in found if isinstance(x, str)]:
@@ -246,17 +236,13 @@ class RowsReading(Reading[Known]):
     def sliced(self, value: Known, equation: Any) -> Known:
         if not isinstance(value, RowAxis) or value.axis > 0 or value.axis in (TRUSTED[0], _SINGLE):
             return _shifted(value, -1)
-        if value.axis == _SPREAD:
+        if value.axis == _SPREAD or value.block > 1:
             return place_in_source(self.around or equation)
-        number, block = self._blocks.get(self.depth, (None, value.block))
-        if number == id(equation) and block != value.block:
-            return place_in_source(self.around or equation)  # rows of two arrays, by turns
-        self._blocks[self.depth] = id(equation), value.block
         return RowAxis(_SINGLE, self.depth)
 
     def stacked(self, value: Known) -> Known:
         if value == RowAxis(_SINGLE, self.depth):
-            return RowAxis(0, self._blocks[self.depth][1])
+            return RowAxis(0, 1)
         return _shifted(value, 1)
 
     def carried(self, value: Known, equation: Any) -> Known:
@@ -289,7 +275,7 @@ class RowsReading(Reading[Known]):
         if name in ELEMENTWISE or compat.is_elementwise(equation):
             return rows if is_one else None
         if name == "reshape":
-            return reshaped(rows, shape, equation.outvars[0].aval.shape, self.workers)
+            return reshaped(rows, shape, equation.outvars[0].aval.shape)
         rule = MOVES.get(name) or ALONG.get(name)
         if rule is None:
             return TRUSTED if name in TRUSTED_CALLS else None

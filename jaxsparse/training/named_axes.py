@@ -251,8 +251,6 @@ class _RowsOfBatch(RowsReading):
     def sliced(self, value: Any, equation: Any) -> Any:
         if isinstance(value, RowAxis) and value.axis == 0 and value.order == "grouped":
             return RowAxis(0, 1, "part")
-        if isinstance(value, RowAxis) and value.axis == 0 and value.block > 1:
-            return "a loop over rows"
         return _moved(value, -1) if isinstance(value, _Alike) else super().sliced(value, equation)
 
     def stacked(self, value: Any) -> Any:
