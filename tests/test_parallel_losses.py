@@ -1182,7 +1182,7 @@ def helper_of_tangents(w, x):
 
 
 HIDDEN = {
-    sum_in_a_force: "and its custom derivative does not",
+    sum_in_a_force: "the loss takes a gradient inside",
     force_of_a_mean: "the loss takes a gradient inside",
     force_of_a_mean_on_rows: "the loss takes a gradient inside",
     curvature_of_turned_rows: "the loss takes a gradient inside",
@@ -1190,7 +1190,7 @@ HIDDEN = {
     turned_in_a_rule_under_remat: "may be in another order",
     cut_weights_in_a_third_derivative: "are no rows of a batch",
     rows_in_a_force: "that grows with the batch",
-    weights_in_a_force: "are no rows of a batch",
+    weights_in_a_force: "the loss takes a gradient inside",
     transposed_helper: "is given tangents by",
     helper_of_tangents: "is given tangents by",
     number_in_a_loop: "uses the worker's number",
@@ -1210,6 +1210,41 @@ def test_what_loops_and_kept_programs_hide(loss):
     x, w = draw(size=(16, 8)).astype("f"), (draw(size=(8, 8)) / 3).astype("f")
     with pytest.raises(ValueError, match=HIDDEN[loss]):
         jaxsparse.grad(loss, mesh=four())(w, jax.device_put(x, NamedSharding(four(), P("data"))))
+
+
+# A step takes its gradient itself. Nothing differentiates a gradient inside of what is linear once
+# more, or JAX drops what it does not need.
+LINEAR = (curvature_of_turned_rows, cut_weights_in_a_third_derivative, rows_in_a_force)
+
+
+def stepped(loss, where, params, x):
+    """An inner step of `LocalSteps`."""
+
+    def step(state, x):
+        value, grads = jax.value_and_grad(loss)(state[0], x)
+        return (jax.tree.map(jnp.subtract, state[0], grads),), value
+
+    train = jaxsparse.LocalSteps(step, jaxsparse.dense(), optax.sgd(1.0), where, every=2)
+    return train((params,), jax.device_put(x, NamedSharding(where, P("data"))))
+
+
+@pytest.mark.parametrize(
+    "loss", some([x for x in HIDDEN if x not in LINEAR], [force_of_a_mean, sum_in_a_loop])
+)
+def test_what_is_told_in_a_step_that_takes_its_own_gradient(loss):
+    draw = np.random.default_rng(0).normal
+    x, w = draw(size=(16, 8)).astype("f"), (draw(size=(8, 8)) / 3).astype("f")
+    with pytest.raises(ValueError, match=HIDDEN[loss]):
+        stepped(loss, four(), w, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", SUMS)
+def test_sums_by_hand_in_a_step_that_takes_its_own_gradient(place):
+    where = mesh_of((4, 2))
+    loss = SUMS[place](where, by_hand(lambda g: lax.psum(g, "data") / 4))
+    with pytest.raises(ValueError, match="custom derivative of what is called at"):
+        stepped(loss, where, *put(where, 4))
 
 
 @pytest.mark.slow

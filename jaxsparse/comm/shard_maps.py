@@ -458,7 +458,7 @@ def _traced(body: Callable[..., Any], args: Any) -> ClosedJaxpr:
 def _marked(x: Any, cut: Cut, call: MappedCall, number: int, verb: str) -> Any:
     """Marks an argument or a result. Of one that no spec cuts, all dimensions count."""
     rows = jnp.size(x) if cut.dim is None else jnp.shape(x)[cut.dim]
-    params = {"call": call, "number": number, "verb": verb, "rows": rows}
+    params = {"call": call, "number": number, "verb": verb, "rows": rows, "derived": ""}
     return _mark.bind(x, dim=cut.dim, is_mapped=False, **params)
 
 
@@ -546,24 +546,24 @@ def identity(name: str, type_of: Callable[..., Any]) -> Primitive:
 
 
 # Marks arguments and results of a shard_map: its call, their number there, what it does with them,
-# the dimension that a spec cuts over the axis of workers, the number of elements along it, and
-# whether a `vmap` gave the value another dimension.
+# the dimension that a spec cuts over the axis of workers, the number of elements along it, whether
+# a `vmap` gave the value another dimension, and how often it was differentiated.
 _mark = identity(MARK := "names_workers", lambda aval, **_: aval)
-# A cotangent is returned for a tangent, which follows a value that a body takes. For a value that
-# is itself linear, as one that is a tangent already, it is returned alone.
-_FOLLOWS, _RETURNS = {"takes": "follows"}, {"takes": (ALONE := "returns alone"), ALONE: ALONE}
+# A tangent follows what a body takes, and a cotangent is returned for a tangent. One that is
+# returned for a value itself is that of a linear function, as of tangents.
+FOLLOWS, RETURNS = "f", "r"
+
+
+def _derived(x: Any, kind: str, *, verb: str, derived: str, **params: Any) -> Any:
+    derived += kind if verb != "makes" else ""
+    return _mark.bind(x, verb=verb, derived=derived, **params)
+
+
 ad.deflinear2(
     _mark,
-    lambda ct, _, *, verb, **params: [
-        ct if verb == "makes" else _mark.bind(ct, verb=_RETURNS.get(verb, "returns"), **params)
-    ],
+    lambda ct, _, **params: [ct if params["verb"] == "makes" else _derived(ct, RETURNS, **params)],
 )
-ad.defjvp(
-    _mark,
-    lambda tangent, _, *, verb, **params: _mark.bind(
-        tangent, verb=_FOLLOWS.get(verb, verb), **params
-    ),
-)
+ad.defjvp(_mark, lambda tangent, _, **params: _derived(tangent, FOLLOWS, **params))
 
 
 def _batched_mark(

@@ -164,7 +164,6 @@ def value_and_grad(
             if batch_argnums is None:
                 batches = [given[0][i] for i in split]
                 check_closed_over(program, batches, there.count, "give batch_argnums=1")
-            named_axes.check_sums(program, axis_name)
 
         leaves = [x for _, x in flat]
         cut = CutLeaves.find(flat, given[0], argnums, specs, gather, there)
@@ -267,13 +266,13 @@ def on_workers(
             program: Jaxpr, again: Callable[[Sequence[Any]], ClosedJaxpr], is_loss: bool = False
         ) -> None:
             check(program)
+            named_axes.check_sums(program, axis_name)
             if count > 1:  # else nothing is cut
                 is_own = is_split if has_own_branches else of_batch
                 ranks.check_branches(program, is_own, axis_name)
                 ranks.check_unnamed(program, is_split, axis_name)
                 named_axes.check_named(program, of_batch, axis_name, count, types, again, is_loss)
-                if loss is not None:
-                    named_axes.check_inner(program, axis_name, is_loss)
+                named_axes.check_inner(program, axis_name, is_loss)
 
         own = functools.partial(trace, functools.partial(flat, one))
         program = own(types)

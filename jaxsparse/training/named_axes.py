@@ -309,9 +309,10 @@ class _RowsOfBatch(RowsReading):
         call, number = params["call"], params["number"]
         is_judged = not self._is_silent and (self._is_loss or ranks.is_judged(self.scopes))
         self._read.add(id(mark))
-        if params["verb"] in ("returns", shard_maps.ALONE):
-            is_rank = call.is_named and _use(call, self._axis_name) in (_RANK, _INNER)
-            if params["verb"] == shard_maps.ALONE and is_rank and params["dim"] is not None:
+        if shard_maps.RETURNS in params["derived"]:
+            is_alone = params["derived"].startswith(shard_maps.RETURNS) and call.is_named
+            is_rank = is_alone and _use(call, self._axis_name) in (_RANK, _INNER)
+            if is_rank and params["dim"] is not None:
                 self._say(
                     f"the jax.shard_map at {call.place} tells workers apart, and is given tangents "
                     "by a jax.custom_jvp or a jax.linear_transpose. Whether these are a worker's "
@@ -516,12 +517,16 @@ def check_inner(program: Jaxpr, axis_name: str, is_loss: bool) -> None:
 
     A cotangent is one worker's there. Under `jax.jit` it is that of all workers, or a part of it,
     by what the body makes. Where the program is no loss without its gradient (`is_loss`), that is
-    looked for in forward rules of custom derivatives alone, which are not differentiated.
+    told where such a cotangent is differentiated once more, and in forward rules of custom
+    derivatives, which are not differentiated.
     """
     for mark, scopes in compat.scoped(program):
-        if mark.primitive.name != shard_maps.MARK or "returns" not in mark.params["verb"]:
+        if mark.primitive.name != shard_maps.MARK:
             continue
-        is_inside = is_loss or [kind for kind, _ in ranks.RULE.findall(scopes)][-1:] == ["forward"]
+        derived = mark.params["derived"]
+        is_rule = [kind for kind, _ in ranks.RULE.findall(scopes)][-1:] == ["forward"]
+        is_inside = shard_maps.RETURNS in derived and (is_loss or is_rule)
+        is_inside |= shard_maps.RETURNS + shard_maps.FOLLOWS in derived
         if is_inside and _use(call := mark.params["call"], axis_name) != _NONE:
             raise ValueError(
                 f"the loss takes a gradient inside, through the jax.shard_map at {call.place}, "
