@@ -94,7 +94,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
         def f(x: jax.Array) -> Any:
             # A compiler that knew the first state would drop the branches of later steps.
             state = jax.lax.optimization_barrier(reducer.init(size))
-            reduced = reducer(x, state, axis_name="data")
+            reduced = reducer.pmean(x, state, "data")
             return reduced.mean, reduced.kept.whole(x).residual
 
         sent = wire(f, workers, jax.ShapeDtypeStruct((size,), jnp.float32))

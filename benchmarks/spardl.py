@@ -143,7 +143,7 @@ def leaks(reducer: SparDL, args: argparse.Namespace) -> jax.Array:
 
     def exchange(params: Any, residual: Any, state: Any, batch: Any) -> tuple[Any, ...]:
         x = residual + jax.grad(lambda p: loss_of(unravel(p), batch))(params)
-        reduced = reducer(x, state, axis_name="data")
+        reduced = reducer.pmean(x, state, "data")
         return x, reduced.kept.whole(x).residual, reduced.mean, reduced.kept.state
 
     on_workers = jax.vmap(

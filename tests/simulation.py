@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 from reference_islands import Memory
 
-from jaxsparse.islands.member import IslandState, Member, Report
+from jaxsparse.islands.life import Report
+from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.protocol import decision_key, list_rounds
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.store import UnreachableError

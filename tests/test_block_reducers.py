@@ -198,7 +198,7 @@ def test_selection_leaves_zeros_out():
 
 
 def messages(reducer, size, workers):
-    run = lambda x: reducer(x, reducer.init(size), axis_name="data")
+    run = lambda x: reducer.pmean(x, reducer.init(size), "data")
     with record() as sent:
         jax.eval_shape(
             jax.vmap(run, axis_name="data", axis_size=workers),

@@ -3,6 +3,7 @@
 import ast
 import pkgutil
 import re
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import jax
 import pytest
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "docs"))
+import generate  # noqa: E402
+
 FOLDERS = (".", "docs", "docs/notebooks", "benchmarks", "benchmarks/*", "examples/*")
 TEXTS = {path: path.read_text() for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")}
 PAGES = [ROOT / "README.md"] + [
@@ -55,6 +59,13 @@ def test_names_lead_to_what_there_is():
     others = [text for path, text in TEXTS.items() if path.name != "CHANGELOG.md"]  # of the past
     for name in {name for text in others for name in NAME.findall(text)}:
         pkgutil.resolve_name(name)
+
+
+def test_pages_use_each_public_name():
+    pages = {path: text for path, text in TEXTS.items() if path.name != "CHANGELOG.md"}
+    words = set(re.findall(r"\w+", "".join(pages.values())))
+    named = {name for names in generate.entries().values() for name in names}
+    assert sorted(named - words) == []
 
 
 def always_run(file):

@@ -28,7 +28,7 @@ import jaxsparse
 from jaxsparse import islands
 from jaxsparse.__main__ import main
 from jaxsparse.islands import (
-    member as members_of,
+    life as life_of,
     protocol,
     round as exchange_of,
     threads,
@@ -730,7 +730,7 @@ def test_islands_train_in_threads_of_their_own(overlap, tmp_path):
 
 
 def test_reports_of_a_long_run_do_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(members_of, "_KEPT", 3)
+    monkeypatch.setattr(life_of, "_KEPT", 3)
     train = trainer(reference.Memory(), every=1, grace=0.0)
     state = train.join((jnp.zeros(8),))
     for _ in range(8):

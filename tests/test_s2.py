@@ -230,7 +230,7 @@ def repeated(reducer, workers):
     """The means of one exchange, with the hashes of many steps: (repeats, d)."""
 
     def one(x, step):
-        return reducer(x, step, axis_name="data").mean
+        return reducer.pmean(x, step, "data").mean
 
     def run(x):
         by_step = jax.vmap(one, in_axes=(0, None), axis_name="data")
@@ -296,7 +296,7 @@ def test_tables_are_sized_as_documented():
 @pytest.mark.slow
 @pytest.mark.parametrize("reducer", some([SKETCHED, EXACT], [SKETCHED]), ids=["sketched", "exact"])
 def test_words_are_those_of_the_compiled_program(reducer):
-    step = on_workers(lambda x: reducer(x, reducer.init(SIZE), axis_name="data"), 3)
+    step = on_workers(lambda x: reducer.pmean(x, reducer.init(SIZE), "data"), 3)
     program = step.lower(jax.ShapeDtypeStruct((3, SIZE), jnp.float32)).compile()
     words = s2_traffic(reducer, SIZE, 3).words
     assert traffic.wire_bytes(program).received == pytest.approx(4 * words)

@@ -197,9 +197,7 @@ def test_sums_are_on_the_levels_of_their_group(rounding, scale):
         64, 64, bits=4, bits_group_size=group_size, scale=scale, rounding=rounding, seed=1
     )
     x = np.random.default_rng(0).normal(size=(workers, size)).astype(np.float32)
-    run = on_workers(
-        lambda x: reducer(x, reducer.init(size), axis_name="data").mean, workers, "vmap"
-    )
+    run = on_workers(lambda x: reducer.pmean(x, reducer.init(size), "data").mean, workers, "vmap")
     sums = x.sum(0).reshape(-1, group_size)
     scales = np.abs(sums).max(1) if scale == "max" else np.linalg.norm(sums, axis=1)
     levels = 7 * workers * np.asarray(run(jnp.asarray(x)))[0].reshape(sums.shape) / scales[:, None]

@@ -109,7 +109,7 @@ def test_the_ladder_has_little_more_room_than_h(k, teams):
 @pytest.mark.slow
 def test_the_words_between_teams_follow_h():
     reducer, size, teams = SparDL(0.1, teams=6, gather="bruck"), 6000, 6
-    exchange = lambda x: reducer(x, reducer.init(size), axis_name="data").mean
+    exchange = lambda x: reducer.pmean(x, reducer.init(size), "data").mean
     sent = traced_bytes(exchange, jax.ShapeDtypeStruct((size,), jnp.float32), 6)
     (choice,) = sent.conditionals
     room = [branch.received / 8 / (teams - 1) for branch in choice.branches]

@@ -79,7 +79,7 @@ USUAL = {"gtopk", "omni_reduce"}
 @pytest.mark.parametrize("name", each(NAMES, USUAL))
 def test_equals_what_is_compiled(name):
     reducer, workers = reducer_at(name, 0.02, SIZE, block_size=16), 3
-    run, init = lambda x, state: reducer(x, state, axis_name="data"), lambda x: reducer.init(SIZE)
+    run, init = lambda x, state: reducer.pmean(x, state, "data"), lambda x: reducer.init(SIZE)
     shape = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     moved = compiled(run, init, shape, workers)
     assert summary(traced_bytes(reducer, SIZE, workers)) == summary(moved)

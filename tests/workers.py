@@ -50,7 +50,7 @@ class Finished(NamedTuple):
 
 
 def finished(reducer, x, state, axis_name="data"):
-    reduced = reducer(x, state, axis_name=axis_name)
+    reduced = reducer.pmean(x, state, axis_name)
     kept = reduced.kept.whole(x)
     whole = reduced.mean, kept.residual, kept.sent, kept.state, reduced.info
     return Finished(*whole, reduced.kept.indices)

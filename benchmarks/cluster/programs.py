@@ -68,7 +68,7 @@ def program(cell: Cell, mesh: Mesh, *, alone: bool) -> Program:
         *state, gradient = rest
         with dry_run(workers) if alone else contextlib.nullcontext():
             x = gradient[0] + kept * residual[0]
-            reduced = reducer(x, treedef.unflatten(state), axis_name=_MESH_AXIS)
+            reduced = reducer.pmean(x, treedef.unflatten(state), _MESH_AXIS)
             own = reduced.kept.whole(x)
         return reduced.mean, own.residual[None], *jax.tree.leaves(own.state)
 

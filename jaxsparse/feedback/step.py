@@ -142,7 +142,7 @@ def _exchange_each(
             flags.append(finite)
             begun = begun._replace(residual=sends)
         vector = join(begun.residual)
-        reduced = bucket.reducer(vector, b.reducer_state, axis_name=axes.axis_name)
+        reduced = bucket.reducer.pmean(vector, b.reducer_state, axes.axis_name)
         mean, own = finish(begun, vector, reduced, bucket)
         to_send = None if bucket.reducer.conserves else begun.residual
         found[i] = mean, own, reduced.info, to_send

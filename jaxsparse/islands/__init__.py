@@ -7,7 +7,7 @@ if missing := [name for name in ("msgspec", "obstore", "safetensors") if find_sp
         f"islands need {', '.join(missing)}: pip install 'jaxsparse[islands]'", name=missing[0]
     )
 
+from jaxsparse.islands.life import Report as Report
 from jaxsparse.islands.member import IslandState as IslandState
-from jaxsparse.islands.round import Report as Report
 from jaxsparse.islands.store import Store as Store, UnreachableError as UnreachableError
 from jaxsparse.islands.train import Islands as Islands, Status as Status

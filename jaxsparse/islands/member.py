@@ -4,28 +4,19 @@ All of this blocks for the store alone, and waits for nobody. All processes of a
 same, and the first of them asks the store: see `processes`.
 """
 
-import functools
-import logging
-import time
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.arrays.layout import narrow
 from jaxsparse.islands import snapshots as stored
-from jaxsparse.islands.arithmetic import Arithmetic, Begun, Shared
+from jaxsparse.islands.arithmetic import Shared
+from jaxsparse.islands.life import Life
 from jaxsparse.islands.processes import check_alike, check_weight, lead
-from jaxsparse.islands.protocol import Rounds
-from jaxsparse.islands.round import Report, Round
-from jaxsparse.islands.store import Objects, check_name
+from jaxsparse.islands.round import Round
 from jaxsparse.outer.worker import check_unpacked
-
-_LOG = logging.getLogger("jaxsparse.islands")  # a line for each round
-_KEPT = 1000  # reports
 
 
 class IslandState(NamedTuple):
@@ -45,38 +36,8 @@ class IslandState(NamedTuple):
     owed: float = 0.0  #: the part of `weight` of steps whose moves are in the residual, float
 
 
-class Member:
-    """An island's settings, see `Islands`, and what it knows in this life.
-
-    Members in one process may share `arithmetic`. `beside` is given functions that write a
-    snapshot, and calls them beside training. `clock` tells seconds, for differences alone.
-    """
-
-    def __init__(
-        self,
-        arithmetic: Arithmetic,
-        store: Objects,
-        name: str,
-        *,
-        quorum: int,
-        grace: float,
-        snapshots: int,
-        beside: Callable[[Callable[[], None]], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.arithmetic, self.clock, self.beside = arithmetic, clock, beside
-        self.name, self.every_snapshot = check_name(name), snapshots
-        self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
-        self.reports: list[Report] = []  # of the last rounds
-        self.totals = 0, 0, 0, 0  # rounds in which it counted, and sent; bytes sent, and received
-        # Of this life, see `join`.
-        self._enter = functools.partial(Rounds, store, name, quorum=quorum, grace=grace)
-        self.rounds = self._enter(settings="", words=(0,))
-        self.dtypes: Any = None  # of its own parameters
-        # Whether it began from a saved state, and messages of a former life may have sent what that
-        # owes: until one of these counts, or one of this life.
-        self.is_restored = False
-        self._began = 0.0  # when the last exchange began, or the first steps
+class Member(Life):
+    """An island as a member of a run: how it joins, and how its rounds begin and end."""
 
     def join(
         self,
@@ -157,21 +118,6 @@ class Member:
         )
         return state._replace(steps=0), exchange
 
-    def begin_idle(self, shared: Shared, round: int) -> Begun:
-        """An exchange that began right from the global parameters."""
-        return self._begin(self._narrowed(shared.params), *shared, round)
-
-    def begin_late(self, shared: Shared, round: int, begun: Begun) -> Begun:
-        """An exchange of what an island owes, and had moved in this round's fragment by then."""
-        own = self._narrowed(begun.origin) if begun.own is None else begun.own
-        return self._begin(own, begun.origin, shared.outer, round)
-
-    def _begin(self, own: Any, origin: Any, outer: Any, round: int) -> Begun:
-        return self.arithmetic.begin(own, origin, outer, self.rank, part=self.rounds.part(round))
-
-    def _narrowed(self, params: Any) -> Any:
-        return jax.tree.map(narrow, params, self.dtypes)
-
     def finish(self, state: IslandState, exchange: Round) -> IslandState:
         """The state after an exchange, with the moves that the island made meanwhile."""
         if not exchange.is_done:
@@ -194,13 +140,3 @@ class Member:
             "steps",
             stacklevel=4,
         )
-
-    def report(self, report: Report) -> None:
-        """Keeps a report, and of older ones their numbers: a long run would fill the memory."""
-        _LOG.info("%s: %s", self.name, report)
-        counted, posted, sent, received = self.totals
-        if report.sent:
-            counted, posted, sent = counted + report.counted, posted + 1, sent + report.sent
-        self.totals = counted, posted, sent, received + report.received
-        self.reports.append(report)
-        del self.reports[:-_KEPT]

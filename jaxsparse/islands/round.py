@@ -8,42 +8,16 @@ asks the store: see `processes`.
 import dataclasses
 import functools
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxsparse.islands import snapshots
 from jaxsparse.islands.arithmetic import Begun, Shared, has_residual, place_as, with_own
+from jaxsparse.islands.life import Life, Report
 from jaxsparse.islands.processes import broadcast, gather, is_first, lead
 from jaxsparse.islands.records import WEIGHTS, Decision
 from jaxsparse.islands.store import UnreachableError, not_shown
-
-if TYPE_CHECKING:
-    from jaxsparse.islands.member import Member
-
-
-class Report(NamedTuple):
-    """What became of a round, seen from an island."""
-
-    round: int  #: its number
-    members: tuple[str, ...]  #: the islands whose messages counted
-    counted: bool  #: whether this island's did
-    #: seconds from its message to the decision, or None if it sent none in this round
-    waited: float | None
-    received: int  #: bytes of messages that it read
-    sent: int  #: bytes of its own message
-    applied: bool  #: whether the sum was applied. It is not, if it overflows.
-    digest: str  #: digest of what islands share as the next round begins
-
-    def __str__(self) -> str:
-        when = "replayed" if self.waited is None else f"decided after {self.waited:.1f} s"
-        without = "" if self.counted or self.waited is None else ", without this island"
-        without += "" if self.applied else ", not applied"
-        return (
-            f"round {self.round} of {', '.join(self.members)}: {when}{without}, "
-            f"{self.sent / 1e6:.2f} MB sent, {self.received / 1e6:.2f} MB received"
-        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,7 +29,7 @@ class Round:
     decisions.
     """
 
-    member: "Member"
+    member: Life
     shared: Shared  # what islands share as the round begins, with what is this island's own
     round: int
     begun: Begun  # its half, from which on its own moves are kept

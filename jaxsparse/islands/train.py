@@ -25,10 +25,11 @@ import optax
 from jaxsparse.arrays.settings import Stages, check_function, static_count, static_float
 from jaxsparse.feedback import Exchange
 from jaxsparse.islands.arithmetic import Arithmetic, Shared, has_residual, structs
+from jaxsparse.islands.life import Report
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.processes import is_first, lead
 from jaxsparse.islands.records import WEIGHTS
-from jaxsparse.islands.round import Report, Round
+from jaxsparse.islands.round import Round
 from jaxsparse.islands.store import Objects, UnreachableError
 from jaxsparse.islands.threads import Asking, RunningExchange, Silence
 from jaxsparse.outer.local_steps import params_of

@@ -189,8 +189,21 @@ class Reducer(abc.ABC):
         worker, which sends nothing.
         """
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """The finished exchange of one vector, see `reduce`."""
+    def pmean(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> Reduced:
+        """The mean of all workers' vectors, and what stays with this worker, see `reduce`.
+
+        A collective for a `jax.shard_map` or `jax.vmap` of your own: all workers of the axis call
+        it.
+
+        >>> import jax, jaxsparse
+        >>> def exchange(x):
+        ...     mean, kept, _ = jaxsparse.reducers.TopK(0.5).pmean(x, (), "data")
+        ...     return mean, kept.whole(x).residual
+        >>> of_two = jax.numpy.float32([[4, 1], [2, 3]])
+        >>> mean, residual = jax.vmap(exchange, axis_name="data")(of_two)
+        >>> mean[0].tolist(), residual.tolist()
+        ([2.0, 1.5], [[0.0, 1.0], [2.0, 0.0]])
+        """
         return deliver(x, *self.reduce(x, state, axis_name), wire.axis_size(axis_name))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -73,10 +72,12 @@ def traced_bytes(
     if isinstance(exchange, optax.GradientTransformation):
         tx = exchange
         run, init = lambda x, state: tx.update(x, state, x), tx.init
-    elif callable(exchange) and hasattr(exchange, "init"):
-        size, reducer = static_count("shapes", shapes), exchange
+    elif hasattr(exchange, "pmean"):
+        reducer: Any = exchange
+        size = static_count("shapes", shapes)
         shapes = jax.ShapeDtypeStruct((size,), jnp.float32)
-        run, init = functools.partial(reducer, axis_name=axis_name), lambda x: reducer.init(size)
+        run = lambda x, state: reducer.pmean(x, state, axis_name)
+        init = lambda x: reducer.init(size)
     elif callable(exchange):
         function = exchange
         run, init = lambda x, _: function(x), lambda x: ()

@@ -231,7 +231,7 @@ def _send_out(
         if parts.whole:
             shapes = [x[i].shape for i in parts.whole]
             vector = layouts.join([x[i] for i in parts.whole])
-            done = Quantized(out, "nearest")(vector, (), axis_name=axis_name)
+            done = Quantized(out, "nearest").pmean(vector, (), axis_name)
             found = layouts.cut((done.mean, done.kept.residual), shapes)
             exact |= dict(zip(parts.whole, found[0]))
             lost |= dict(zip(parts.whole, found[1]))
