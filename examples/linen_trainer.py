@@ -5,12 +5,11 @@ workers:
 
     python examples/linen_trainer.py --method sketched_sgd --accumulate 4
 
-With `--csv FILE` it also writes diagnostics of each step (how much the exchange delivers and holds
-back), and shows some of them beside the progress.
+With `--log FOLDER` it also writes the loss and diagnostics of each step for TensorBoard (how much
+the exchange delivers and holds back), and shows some of them beside the progress.
 """
 
 import argparse
-import csv
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,11 +23,12 @@ from digits import number
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from tensorboardX import SummaryWriter
 
 import jaxsparse
-from jaxsparse.training.diagnostics import Diagnostics
 
-SHOWN = ("loss", "residual_norm", "delivered_share")  # columns that are shown beside the progress
+# Shown beside the progress.
+SHOWN = ("loss", "jaxsparse/residual_norm", "jaxsparse/delivered_share")
 
 
 class MLP(nn.Module):
@@ -46,7 +46,7 @@ def make_step(workers: digits.Workers, *, report: bool) -> Callable[..., Any]:
     @functools.partial(jax.jit, donate_argnums=0)
     def step(
         state: TrainState, micros: digits.Digits, key: jax.Array
-    ) -> tuple[TrainState, jax.Array, Diagnostics | None]:
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """The trainer's step, given micro-batches of all workers, [micro-batch, image, ...]."""
 
         def loss_of(params: Any, micro: digits.Digits, key: jax.Array) -> jax.Array:
@@ -75,8 +75,10 @@ def make_step(workers: digits.Workers, *, report: bool) -> Callable[..., Any]:
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
         )
-        diagnostics = jaxsparse.diagnose(opt_state, updates) if report else None
-        return state, losses.mean(), diagnostics
+        shown = {"loss": losses.mean()}
+        if report:
+            shown |= jaxsparse.diagnose(opt_state, updates).to_dict()
+        return state, shown
 
     return step
 
@@ -106,40 +108,28 @@ def main() -> None:
         for batch in digits.batches(train_set, batch_size, args.steps, args.seed):
             yield jax.tree.map(lambda x: x.reshape(args.accumulate, -1, *x.shape[1:]), batch)
 
-    step = make_step(workers, report=args.csv is not None)
+    step = make_step(workers, report=args.log is not None)
     moved = jaxsparse.wire_bytes(step, state, next(batches()), dropout_key)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
-    if args.csv is not None:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        args.csv.unlink(missing_ok=True)
-    with Progress(TextColumn(args.method), *columns) as progress:
+    log = SummaryWriter(str(args.log), write_to_disk=args.log is not None)
+    log.add_scalar("jaxsparse/received_bytes", moved.received, 0)  # the same in each step
+    with log, Progress(TextColumn(args.method), *columns) as progress:
         task = progress.add_task("", total=args.steps, shown="")
         for i, batch in enumerate(batches(), start=1):
-            state, loss, diagnostics = step(state, batch, dropout_key)
-            row = {"step": i, "loss": float(loss)}  # waits: queued steps may deadlock here
-            if diagnostics is not None:
-                row |= {name: x.item() for name, x in diagnostics._asdict().items()}
-                row["received_bytes"] = moved.received
-                write_row(args.csv, row)
-            shown = "  ".join(f"{name} {row[name]:.4g}" for name in SHOWN if name in row)
+            state, found = step(state, batch, dropout_key)
+            found = jax.tree.map(float, found)  # waits: queued steps may deadlock here
+            for name, x in found.items():
+                log.add_scalar(name, x, i)
+            shown = "  ".join(f"{name} {found[name]:.4g}" for name in SHOWN if name in found)
             progress.update(task, advance=1, shown=shown)
 
     logits = jax.jit(model.apply)({"params": state.params}, test_set.images)
     accuracy = jnp.mean(logits.argmax(axis=-1) == test_set.labels)
     sent = f"{moved.payload:,} bytes in {moved.rounds} collective(s) per worker and step"
     print(
-        f"{args.method}: train loss {loss:.4f}, test accuracy {100 * accuracy:.1f} %, "
+        f"{args.method}: train loss {found['loss']:.4f}, test accuracy {100 * accuracy:.1f} %, "
         + ("simulated, so nothing was sent" if args.simulate else sent)
     )
-
-
-def write_row(path: Path, row: dict[str, Any]) -> None:
-    """Appends a row at once, below a first line of names: a run that is stopped keeps its rows."""
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        if row["step"] == 1:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def flags() -> argparse.ArgumentParser:
@@ -150,7 +140,7 @@ def flags() -> argparse.ArgumentParser:
     add("--compression", type=number(float, 1), default=10.0, help="of sketched_sgd (default: 10)")
     add("--accumulate", type=number(int, 1), default=4, metavar="N",
         help="micro-batches per step and worker (default: 4)")  # fmt: skip
-    add("--csv", type=Path, metavar="FILE", help="written with a line of diagnostics for each step")
+    add("--log", type=Path, metavar="FOLDER", help="written with diagnostics for TensorBoard")
     digits.add_training_flags(parser, steps=200, lr=0.1, hidden=384)
     return parser
 

@@ -1,6 +1,5 @@
 """Reports on what is delivered and held back, and checks that replicas are equal."""
 
-import csv
 import functools
 import os
 import pathlib
@@ -17,6 +16,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 from running import ROOT, in_processes, run
 from supports import flat
+from tensorboardX.proto import event_pb2
 from workers import some
 
 import jaxsparse
@@ -64,6 +64,9 @@ def test_norms_and_counts(mesh):
         nonzero = sum(np.count_nonzero(u) for u in jax.tree.leaves(updates))
         assert int(report.delivered) == nonzero
         np.testing.assert_allclose(report.delivered_share, nonzero / 2007, rtol=1e-6)
+        logged = report.to_dict()
+        assert float(logged["jaxsparse/delivered"]) == nonzero
+        assert len(logged) == len(report)
         assert (int(report.overflow), int(report.skipped)) == (0, 0)
         assert float(report.dropped_share) == 0
 
@@ -118,19 +121,32 @@ def test_of_a_single_worker_and_under_nnx():
     assert int(report.delivered) == 20 + 50
 
 
+def scalars_in(folder):
+    """(step, name, value) of TensorBoard's events, each behind 12 bytes and in front of 4."""
+    (path,) = folder.glob("events.out.tfevents.*")
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+        yield from ((event.step, each.tag, each.simple_value) for each in event.summary.value)
+        at += 16 + size
+
+
 @pytest.mark.slow
-def test_the_linen_trainer_writes_them(tmp_path):
+def test_the_linen_trainer_logs_them_for_tensorboard(tmp_path):
     flags = ["--devices", 2, "--hidden", 32, "--steps", 3, "--accumulate", 1, "--compression", 2]
-    run("linen_trainer.py", *flags, "--csv", "out/log.csv", cwd=tmp_path)
-    with (tmp_path / "out/log.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["1", "2", "3"]
-    for row in rows:
-        assert float(row["residual_norm"]) > 0
-        assert float(row["update_norm"]) > 0
-        assert 0 < float(row["delivered_share"]) < 0.5
-        assert float(row["received_bytes"]) > 1000
-        assert row["skipped"] == row["overflow"] == "0"
+    run("linen_trainer.py", *flags, "--log", "out/log", cwd=tmp_path)
+    rows = {}
+    for step, name, value in scalars_in(tmp_path / "out/log"):
+        rows.setdefault(step, {})[name.removeprefix("jaxsparse/")] = value
+    assert rows.pop(0)["received_bytes"] > 1000
+    assert [*rows] == [1, 2, 3]
+    for row in rows.values():
+        assert row["loss"] > 0
+        assert row["residual_norm"] > 0
+        assert row["update_norm"] > 0
+        assert 0 < row["delivered_share"] < 0.5
+        assert row["skipped"] == row["overflow"] == 0
 
 
 class TestReplicas:

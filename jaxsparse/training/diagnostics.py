@@ -34,6 +34,11 @@ class Diagnostics(NamedTuple):
     overflow: Int[Array, ""]  # int32: number of entries without room in the last step's messages
     skipped: Int[Array, ""]  # int32: number of steps skipped because something was not finite
 
+    def to_dict(self) -> dict[str, Float[Array, ""]]:
+        """What is known, in float32 and by the names `jaxsparse/...`, for a tracker's log."""
+        known = {name: x for name, x in self._asdict().items() if x is not None}
+        return {f"jaxsparse/{name}": x.astype(jnp.float32) for name, x in known.items()}
+
 
 def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data") -> Diagnostics:
     """Reports how much was delivered and how much was held back.
@@ -48,7 +53,8 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
     `jaxsparse.wire_bytes` reads those of a step from the compiled step, without running it.
 
     Args:
-        state: an Optax state, or any tree that contains one, such as a `TrainState`.
+        state: an Optax state, or any tree that contains one, such as a `TrainState`, or the state
+            of `LocalSteps` or islands.
         updates: this step's updates, of the whole chain or of the transformation alone. They give
             `update_norm`, `delivered_share` and `dropped_share`. If that is large in a step with a
             learning rate above 0, keep the leaves that do not move out of the exchange.
