@@ -101,7 +101,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
         add(name, sent, published, reason)
 
     def dense(x: jax.Array) -> Any:
-        return jaxsparse.reducers.Dense()(x, (), axis_name="data").mean
+        return jaxsparse.reducers.Dense().pmean(x, (), "data").mean
 
     ring = 2 * (W - 1) / W * size
     sent = wire(dense, workers, jax.ShapeDtypeStruct((size,), jnp.float32))
