@@ -288,6 +288,16 @@ MIXED |= {
     ),
     "finite in a layer": each(lambda x: jnp.where(jnp.isnan(x).any(1, keepdims=True), 0, x)),
     "finite in the first": each(lambda x: x * jnp.isfinite(x)[0]),
+    "finite norm": lambda g: each(lambda x: jnp.where(jnp.isfinite(optax.tree.norm(g)), x, 0))(g),
+    "infinite above a norm": each(
+        lambda x: jnp.where(jnp.isfinite(jnp.where(jnp.max(x) > 3, jnp.inf, 0.0)), x, x / 10)
+    ),
+    "a sum has a logarithm": each(lambda x: jnp.where(jnp.isnan(jnp.log(jnp.sum(x))), -x, x)),
+    "finite in float16": each(lambda x: jnp.where(jnp.isfinite(x.astype("f2")).all(), x, x / 2)),
+    "all have roots": each(lambda x: jnp.where(jnp.isnan(jnp.sqrt(x)).any(), 2 * x, x)),
+    "none is 0": each(lambda x: jnp.where(jnp.isnan(x * jnp.inf).any(), 2 * x, x)),
+    "quotients": each(lambda x: jnp.where(jnp.isfinite(1 / x).all(), x, 2 * x)),
+    "joined": lambda g: {**g, "w": jnp.concatenate([g["w"], g["w"]], 1).reshape(-1, 5, 8)[..., :4]},
 }
 
 
@@ -305,6 +315,22 @@ def test_a_norm_behind_micro_batches_at_once_is_refused(parts):
 
     with pytest.raises(ValueError, match="In front of the exchange, the"):
         exchanged(lambda g: g, clipped_mean)
+
+
+def test_code_that_is_trusted_takes_no_micro_batches():
+    """Where they stand in front, its rows can't be found again."""
+    where = jax.make_mesh((WORKERS,), ("workers",), devices=jax.devices()[:WORKERS])
+    cast = jax.shard_map(jnp.negative, mesh=where, in_specs=P(), out_specs=P(), check_vma=False)
+
+    def stacked_and_cast(params, x):
+        found = jax.lax.map(lambda part: ROWS(params, part), x.reshape(2, -1, 5))
+        return jax.tree.map(lambda g: cast(g).mean(0), found)
+
+    with pytest.raises(ValueError, match="In front of the exchange, the shard_map at"):
+        exchanged(lambda g: g, stacked_and_cast)
+    exchanged(each(cast))
+    with pytest.raises(ValueError, match="In front of the exchange, the reduce_sum at"):
+        exchanged(each(lambda x: cast(x) / jnp.sum(cast(x))))
 
 
 def test_rows_along_another_axis_are_refused_where_they_were_moved():
@@ -414,7 +440,7 @@ def scaled_loss(params, x):
     scale = jnp.float32(64)
     loss = lambda p, x: scale * loss_of(p, x)
     grads = jax.tree.map(lambda g: g / scale, jaxsparse.grad(loss, workers=WORKERS)(params, x))
-    finite = jnp.isfinite(optax.tree.norm(grads)) & jnp.all(jnp.isfinite(grads["w"]))
+    finite = jax.tree.reduce(jnp.logical_and, each(lambda g: jnp.all(jnp.isfinite(g)))(grads))
     return jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
 
 

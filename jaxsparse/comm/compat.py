@@ -365,4 +365,6 @@ def is_elementwise(equation: Any) -> bool:
     """Whether JAX maps an operation by its rule for elementwise ones."""
     rule = batching.fancy_primitive_batchers.get(equation.primitive)
     name = getattr(getattr(rule, "func", None), "__name__", "")
+    if equation.primitive.name == "bitcast_convert_type":  # it may join or split entries
+        return bool(equation.invars[0].aval.shape == equation.outvars[0].aval.shape)
     return name in ("broadcast_batcher", "vectorized_batcher")

@@ -17,12 +17,13 @@ class RowAxis(NamedTuple):
 
     Blocks are longer than 1 where an axis was joined with others, as by `x.reshape(-1, n)`. There
     may be groups of rows, each along the next axis, a part of the rows, or all of them again and
-    again, as in tokens by time (`order`). Those that are "finite" tell whether entries are.
+    again, as in tokens by time (`order`). In front of an exchange those that are a "gradient" are
+    finite where it is, but for overflow, and those that are "finite" tell whether it is.
     """
 
     axis: int
     block: int
-    order: Literal["all", "grouped", "part", "again", "finite"] = "all"
+    order: Literal["all", "grouped", "part", "again", "gradient", "finite"] = "all"
 
 
 # What is known of a value: its axis of rows, or None, if nothing with rows is in it. A string is

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, Literal
 from jax.interpreters import ad
@@ -26,6 +27,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxsparse.comm import compat, meshes, shard_maps
 from jaxsparse.feedback.axes import (
+    ONE_BY_ONE,
     TRUSTED,
     Call,
     Known,
@@ -80,12 +82,13 @@ def check_front(updates: Any, params: Any = None) -> None:
     # Where a whole step is mapped or differentiated, rows have another axis.
     under = [compat.under(x, _FIRST.axis) for _, x in leaves]
     equations = compat.made_by([x for x, _ in under], _is_mark)
-    found = _Front(workers=jnp.shape(leaves[0][1])[0] if leaves else 1)
+    found = _Front()
     known = found.read(equations, {})
     made = {x: equation for equation in equations for x in equation.outvars}
     for (path, _), (x, first) in zip(leaves, under):
         rows = found.of(known, compat.variable(x))
-        if isinstance(rows, RowAxis) and rows not in (_FIRST._replace(axis=first), TRUSTED):
+        is_first = isinstance(rows, RowAxis) and rows[:2] == (first, 1)
+        if isinstance(rows, RowAxis) and rows != TRUSTED and not is_first:
             rows = place_in_source(made[compat.variable(x)])
         if isinstance(rows, str):
             raise ValueError(refusal(rows, f"gradient{keystr(path)}"))
@@ -146,27 +149,51 @@ def _is_joined(known: Known) -> bool:
     """Whether rows share their axis with others."""
     if not isinstance(known, RowAxis) or known == TRUSTED:
         return False
-    return known.axis < 0 or known.block > 1 or known.order not in ("all", "finite")
+    return known.axis < 0 or known.block > 1 or known.order in ("grouped", "part", "again")
+
+
+# What is finite where the gradients are that it is given, besides `mul` and `div` by other values.
+_AS_FINITE = {
+    "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "name", "neg", "pvary",
+    "reduce_sum", "reshape", "sharding_constraint", "squeeze", "stack", "sub", "transpose",
+    *ONE_BY_ONE,
+}  # fmt: skip
+
+
+def _keeps_finite(equation: Any, inputs: list[Known]) -> bool:
+    """Whether results are finite where gradients are, which stand among the operands."""
+    name, given = equation.primitive.name, compat.inputs_of(equation)
+    if name in _AS_FINITE:
+        return None not in inputs
+    if name == "convert_element_type":
+        most = lambda x: float(jnp.finfo(x.aval.dtype).max)
+        is_float = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+        return is_float and most(equation.outvars[0]) >= most(given[0])
+    is_off = lambda x: isinstance(x, Literal) and not np.isfinite(x.val).all()
+    is_scaled = name == "mul" or (name == "div" and inputs[1] is None)
+    return is_scaled and None in inputs and not any(map(is_off, given))
 
 
 class _Front(RowsReading):
     """Where gradients have their rows."""
 
-    def __init__(self, workers: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.places = list[str]()  # of what mixes, in front of an exchange
-        self.workers = workers
+        self.workers = 0
 
     def equation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         scopes = self.scopes + compat.name_stack(equation)
         if meshes.SCOPE in scopes or meshes.OWN_SCOPE in scopes:
             self.places += [x for x in inputs if isinstance(x, str)]
             return [None] * len(equation.outvars)
-        # What trusted code makes has rows in front, where it has as many as there are workers.
-        rows = (self.workers,) if self.workers > 1 else None
-        given = zip(inputs, compat.inputs_of(equation))
-        inputs = [_FIRST if x == TRUSTED and y.aval.shape[:1] == rows else x for x, y in given]
         return super().equation(equation, inputs)
+
+    def join(self, values: Iterable[Known]) -> Known:
+        found = {x for x in values if x is not None}
+        if len({x.order for x in found if isinstance(x, RowAxis)}) > 1:
+            found = {x._replace(order="all") if isinstance(x, RowAxis) else x for x in found}
+        return super().join(found)
 
     def sliced(self, value: Known, equation: Any) -> Known:
         if isinstance(value, RowAxis) and value.axis == 0:  # it may have been meant for layers
@@ -175,42 +202,52 @@ class _Front(RowsReading):
 
     def is_allowed(self, name: str, rule: Rule, call: Call) -> bool:
         """Whether all axes from that of rows on stay as they are, and behind each other."""
+        if name == "concatenate":  # all operands may have rows
+            return bool(call.params["dimension"] < call.axis)
         shifted = lambda n: [x if x is None else x + n for x in call.rows]
         behind = range(len(call.shape) - call.axis)
         at = [rule(call._replace(axis=call.axis + n, rows=shifted(n))) for n in behind]
         return at[0] is not None and at == [at[0] + n for n in behind]
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
+        place, made = place_in_source(self.around or equation), equation.outvars
         if any(map(compat.is_reference, equation.invars)):
             # What wrote to it need not be among the equations that made its value.
-            return [place_in_source(self.around or equation)] * len(equation.outvars)
+            return [place] * len(made)
         if _is_mark(equation):
             (x,), axis = compat.inputs_of(equation), equation.params["of_rows"]
             self.workers = x.aval.shape[axis]
-            return [TRUSTED if self.workers == 1 else RowAxis(axis, 1)]
-        asked = self._asked(equation, inputs)
-        if asked is not None:
-            return asked
-        rows = [x for x in inputs if isinstance(x, RowAxis)]
-        if {x.order for x in rows} > {"finite"}:
-            inputs = [x._replace(order="all") if x in rows else x for x in inputs]
-        place = place_in_source(self.around or equation)
-        return [place if _is_joined(x) else x for x in super().operation(equation, inputs)]
+            return [TRUSTED if self.workers == 1 else RowAxis(axis, 1, "gradient")]
+        orders = {x.order for x in inputs if isinstance(x, RowAxis)}
+        if orders == {"gradient"} and self._asks(equation):
+            return [x._replace(order="finite") for x in inputs[:1] if isinstance(x, RowAxis)]
+        if orders == {"finite"} and self._asks_of_all(equation, inputs[0]):
+            return [None]
+        before = [x._replace(order="all") if isinstance(x, RowAxis) else x for x in inputs]
+        found = super().operation(equation, before)
+        if TRUSTED in found and TRUSTED not in before:
+            return [self._left_by_trusted(before, x.aval, place) for x in made]
+        keeps = orders == {"finite"} or (orders == {"gradient"} and _keeps_finite(equation, inputs))
+        order: Any = min(orders) if keeps else "all"
+        kept = lambda x: x._replace(order=order) if isinstance(x, RowAxis) and x != TRUSTED else x
+        return [place if _is_joined(x) else kept(x) for x in found]
 
-    def _asked(self, equation: Any, inputs: list[Known]) -> list[Known] | None:
-        """What tells which entries are finite, and whether all are: that may depend on all rows."""
+    def _asks(self, equation: Any) -> bool:
+        """Whether it tells of each entry whether it is finite, or a number."""
         name, given = equation.primitive.name, compat.inputs_of(equation)
-        if not given:
-            return None
-        x, known = given[0], inputs[0]
-        if name == "is_finite" or (name in ("eq", "ne") and given[1] is x):
-            if isinstance(known, RowAxis) and known != TRUSTED:
-                known = known._replace(order="finite")
-            is_sum = isinstance(known, str) and known.startswith("the reduce_")  # as in a norm
-            return [None if is_sum and not x.aval.shape else known]
-        # A number of finite entries would be that of all workers.
-        if not isinstance(known, RowAxis) or known.order != "finite":
-            return None
+        return name == "is_finite" or (name in ("eq", "ne") and given[0] is given[1])
+
+    def _asks_of_all(self, equation: Any, known: Known) -> bool:
+        """Whether it tells of all rows whether all are finite. A number of entries would not do."""
+        if equation.primitive.name not in ("reduce_and", "reduce_or"):
+            return False
+        (x,) = compat.inputs_of(equation)
+        assert isinstance(known, RowAxis)
         behind = {*range(known.axis, len(x.aval.shape))}
-        is_asked = name in ("reduce_and", "reduce_or") and x.aval.dtype == bool
-        return [None] if is_asked and behind <= {*equation.params["axes"]} else None
+        return x.aval.dtype == bool and behind <= {*equation.params["axes"]}
+
+    def _left_by_trusted(self, inputs: list[Known], made: Any, place: str) -> Known:
+        """What trusted code makes has rows in front, where it has as many as there are workers."""
+        if any(isinstance(x, RowAxis) and x != _FIRST for x in inputs):
+            return place  # micro-batches, or the axis of a jax.vmap, stand in front of them
+        return _FIRST if getattr(made, "shape", ())[:1] == (self.workers,) else None
