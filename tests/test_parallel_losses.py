@@ -20,6 +20,7 @@ from forms import FORMS, Way
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.scheduling_groups import scheduling_group
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import rows, some
 
@@ -1181,7 +1182,47 @@ def helper_of_tangents(w, x):
     return square(g(x @ w))
 
 
+# JAX drops the mark of what a body takes for its shape alone.
+def by_a_number_of_rows(h, y):
+    return lax.psum((h**2).sum(), "data") / (y.shape[0] * 8)
+
+
+def number_of_rows_in_a_jit(w, x):
+    mean = by_four(by_a_number_of_rows, (P("data"), P()), P())
+    return jax.jit(lambda h: mean(h, x))(jnp.tanh(x @ w))
+
+
+def number_of_rows_in_a_checkpoint(w, x):
+    mean = by_four(by_a_number_of_rows, (P("data"), P()), P())
+    return jax.checkpoint(lambda h: mean(h, x))(jnp.tanh(x @ w))
+
+
+def width_of_cut_weights_in_a_scan(w, x):
+    by = by_four(lambda h, a: jnp.tanh(h) * a.shape[0], (P("data"), P("data")), P("data"))
+    turn = jax.checkpoint(lambda h, a: (by(h @ a, a[:, 0]), None))
+    return square(lax.scan(turn, x, jnp.stack([w, w.T]))[0])
+
+
+def gradient_of_a_custom_energy_in_a_forward_rule(w, x):
+    energy = by_four(lambda h: lax.psum((h**4).sum(), "data"), P("data"), P())
+    mean = by_four(lambda c: lax.pmean((c**2).mean(), "data"), P("data"), P())
+    own = with_rule(lambda saved, g: jax.vjp(energy, saved[0])[1](g), energy)
+    f = jax.custom_vjp(jnp.sin)
+    f.defvjp(lambda h: (jnp.sin(h), jax.grad(own)(h)), lambda force, c: (c * force + 0 * mean(c),))
+    return square(f(x @ w))
+
+
+def rows_summed_in_an_unnamed_body(w, x):
+    by = by_four(lambda h: jnp.tanh(lax.pmean(h, "data")), P(), P())
+    return square(by(x @ w) - x)
+
+
 HIDDEN = {
+    number_of_rows_in_a_jit: "for its size",
+    number_of_rows_in_a_checkpoint: "for its size",
+    width_of_cut_weights_in_a_scan: "for its size",
+    gradient_of_a_custom_energy_in_a_forward_rule: "the loss takes a gradient inside",
+    rows_summed_in_an_unnamed_body: "and over what grows with the batch",
     sum_in_a_force: "the loss takes a gradient inside",
     force_of_a_mean: "the loss takes a gradient inside",
     force_of_a_mean_on_rows: "the loss takes a gradient inside",
@@ -1191,7 +1232,7 @@ HIDDEN = {
     cut_weights_in_a_third_derivative: "are no rows of a batch",
     rows_in_a_force: "that grows with the batch",
     weights_in_a_force: "the loss takes a gradient inside",
-    transposed_helper: "is given tangents by",
+    transposed_helper: "the loss takes a gradient inside",
     helper_of_tangents: "is given tangents by",
     number_in_a_loop: "uses the worker's number",
     sum_in_a_loop: "communicates over the workers' axis 'data' by psum",
@@ -1245,6 +1286,51 @@ def test_sums_by_hand_in_a_step_that_takes_its_own_gradient(place):
     loss = SUMS[place](where, by_hand(lambda g: lax.psum(g, "data") / 4))
     with pytest.raises(ValueError, match="custom derivative of what is called at"):
         stepped(loss, where, *put(where, 4))
+
+
+def gathered_weights_of_four():
+    return by_four(lambda a: lax.all_gather(jnp.tanh(a), "data", tiled=True), P("data"), P())
+
+
+@pytest.mark.parametrize("how", ["make_jaxpr", "linearize", "closure_convert"])
+def test_what_jax_has_traced_before_is_refused(how):
+    """Its specs have the workers' axis, and nothing marks it."""
+    draw = np.random.default_rng(0).normal
+    x, w = draw(size=(16, 8)).astype("f"), jnp.asarray(draw(size=(8, 8)) / 3, "f")
+    gather = gathered_weights_of_four()
+    before = {
+        "make_jaxpr": lambda: lambda w: jaxpr_as_fun(program)(w)[0],
+        "linearize": lambda: jax.linearize(gather, w)[1],
+        "closure_convert": lambda: jax.closure_convert(gather, w)[0],
+    }
+    program = jax.make_jaxpr(gather)(w)
+    given = before[how]()
+    with pytest.raises(ValueError, match=r"losses.py:\d+.* traced before one worker's function"):
+        jaxsparse.grad(lambda w, x: square(x @ given(w)), mesh=four())(
+            w, jax.device_put(x, NamedSharding(four(), P("data")))
+        )
+
+
+def embedded(x, w):
+    """Values that are equal for all rows, by products, tables and norms."""
+    queries = jnp.broadcast_to(w[0], (len(x), 8)) @ w
+    positions = w[jnp.broadcast_to(jnp.arange(4), (len(x), 4))].mean(1)
+    state = jnp.zeros((len(x), 8)) @ w
+    return (queries / jnp.linalg.norm(queries, axis=-1, keepdims=True)).T.T + positions + state
+
+
+def test_what_is_equal_for_all_rows_may_be_cut():
+    draw = np.random.default_rng(0).normal
+    x, w = draw(size=(16, 8)).astype("f"), jnp.asarray(draw(size=(8, 8)) / 3, "f")
+
+    def loss(w, x, split=by_four):
+        by = split(lambda h, q: jnp.tanh(h * q), (P("data"), P("data")), P("data"))
+        return square(by(x @ w, embedded(x, w)))
+
+    found = jaxsparse.grad(loss, mesh=four())(
+        w, jax.device_put(x, NamedSharding(four(), P("data")))
+    )
+    check(found.mean(0), jax.grad(lambda w, x: loss(w, x, lambda f, *_: f))(w, x))
 
 
 @pytest.mark.slow

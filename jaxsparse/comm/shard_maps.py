@@ -93,6 +93,7 @@ class MappedCall:
         takes: what its specs cut over the axis of workers, of arguments. Behind these stand values
             over which the body closes, which no spec cuts.
         makes: the same of results.
+        sizes: the numbers of elements along what `takes` cut, or of all.
         number: no other call's.
     """
 
@@ -101,6 +102,7 @@ class MappedCall:
     is_checked: bool
     takes: list[Cut] = dataclasses.field(default_factory=list)
     makes: list[Cut] = dataclasses.field(default_factory=list)
+    sizes: list[int] = dataclasses.field(default_factory=list)
     body: ClosedJaxpr | None = None
     number: int = dataclasses.field(default_factory=lambda: next(_CALLS))
 
@@ -346,6 +348,7 @@ def _bound(
         named, tracing.named = tracing.named, None
         is_called = named is not None  # by a user, and not by JAX's own rules
         call.takes = named or []
+        call.sizes = [_size(x, cut) for x, cut in zip(args, call.takes)]
         call.is_named = any(cut.dim is not None for cut in call.takes)
         if call.is_named:
             tracing.places.append(place)
@@ -436,6 +439,7 @@ def _made(body: Callable[..., Any], tracing: Tracing, call: MappedCall, *args: A
     if any(isinstance(x, jax.core.Tracer) for x in consts):
         # They are no arguments of JAX's equation, and marked inside of it.
         call.takes = [*call.takes[: len(args)], *[Cut()] * len(consts)]
+        call.sizes = [*call.sizes[: len(args)], *map(jnp.size, consts)]
         closes = lambda x, i: _marked(x, Cut(), call, i, "closes over")
         closed = [closes(x, len(args) + i) for i, x in enumerate(consts)]
         made = iter(jaxpr_as_fun(ClosedJaxpr(call.body.jaxpr, closed))(*args))
@@ -456,10 +460,14 @@ def _traced(body: Callable[..., Any], args: Any) -> ClosedJaxpr:
 
 
 def _marked(x: Any, cut: Cut, call: MappedCall, number: int, verb: str) -> Any:
-    """Marks an argument or a result. Of one that no spec cuts, all dimensions count."""
-    rows = jnp.size(x) if cut.dim is None else jnp.shape(x)[cut.dim]
-    params = {"call": call, "number": number, "verb": verb, "rows": rows, "derived": ""}
+    """Marks an argument or a result."""
+    params = {"call": call, "number": number, "verb": verb, "rows": _size(x, cut), "derived": ""}
     return _mark.bind(x, dim=cut.dim, is_mapped=False, **params)
+
+
+def _size(x: Any, cut: Cut) -> int:
+    """The number of elements along what a spec cuts. Of what none cuts, all dimensions count."""
+    return int(jnp.size(x) if cut.dim is None else jnp.shape(x)[cut.dim])
 
 
 def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> Any:

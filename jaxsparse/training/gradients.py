@@ -268,11 +268,15 @@ def on_workers(
             check(program)
             named_axes.check_sums(program, axis_name)
             if count > 1:  # else nothing is cut
+                named_axes.check_traced_before(program, axis_name)
                 is_own = is_split if has_own_branches else of_batch
                 ranks.check_branches(program, is_own, axis_name)
                 ranks.check_unnamed(program, is_split, axis_name)
-                named_axes.check_named(program, of_batch, axis_name, count, types, again, is_loss)
                 named_axes.check_inner(program, axis_name, is_loss)
+                is_last = is_loss or loss is None
+                named_axes.check_named(
+                    program, of_batch, axis_name, count, types, again, is_loss, is_last
+                )
 
         own = functools.partial(trace, functools.partial(flat, one))
         program = own(types)

@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxsparse.comm import compat, shard_maps
+from jaxsparse.comm import compat, meshes, shard_maps
 from jaxsparse.feedback.axes import (
+    ALONG,
     ELEMENTWISE,
+    MOVES,
     TRUSTED,
+    Call,
     Known,
     RowAxis,
     RowsReading,
@@ -45,6 +48,7 @@ def check_named(
     types: Sequence[Any],
     trace: Callable[[list[Any]], ClosedJaxpr],
     is_loss: bool = False,
+    is_last: bool = True,
 ) -> None:
     """Raises ValueError if a `shard_map` cuts over workers what is not a worker's rows.
 
@@ -66,6 +70,7 @@ def check_named(
         types: the types of the arguments.
         trace: traces the function with other types.
         is_loss: whether it is a loss without its gradient, so that a backward pass is its own.
+        is_last: whether no other program tells what is left out of this one.
     """
     calls = {mark.params["call"] for mark in _marks(program)}
     if not calls:
@@ -81,7 +86,7 @@ def check_named(
                 "(jax.custom_batching) would be given all workers' rows, and a jax.shard_map in it "
                 f"uses the workers' axis {axis_name!r}: put the rule into the body, or leave it out"
             )
-    if not any(c.is_named or _use(c, axis_name) == _RANK for c in calls):
+    if not any(c.is_named or _use(c, axis_name) != _NONE for c in calls):
         return
     growing, few = set[int](), dict[int, list[Any]]()
     if any(of_batch):
@@ -104,9 +109,17 @@ def check_named(
             own = program
         _pair(own, program, few)
         growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m), []), workers)}
-    reading = _RowsOfBatch(axis_name, growing, few, is_loss)
-    reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
-    reading.refuse_unread(e for e, _ in compat.scoped(program))
+    calls = {mark.params["call"] for mark in _marks(program)}
+    late = set[Any]()
+    for _ in range(2):  # of some, JAX has left what a backward pass takes again, and no more
+        reading = _RowsOfBatch(axis_name, growing, few, is_loss, late, workers)
+        reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
+        reading.refuse_unread(e for e, _ in compat.scoped(program))
+        late = {call for call in calls if call.is_named} - reading.judged
+        if reading.refusals or not (late and is_last):
+            break
+    if is_last:
+        reading.refuse_lost(late, _marks(program))
     if reading.refusals:
         raise ValueError(reading.refusals[0])
 
@@ -223,10 +236,18 @@ class _RowsOfBatch(RowsReading):
     """
 
     def __init__(
-        self, axis_name: str, growing: set[int], few: dict[int, list[Any]], is_loss: bool
+        self,
+        axis_name: str,
+        growing: set[int],
+        few: dict[int, list[Any]],
+        is_loss: bool,
+        late: set[Any],
+        workers: int,
     ) -> None:
         super().__init__()
-        self._is_loss = is_loss
+        self._is_loss, self._late, self._workers = is_loss, late, workers
+        self.judged = set[Any]()  # calls
+        self._bodies = list[Any]()  # the calls whose bodies are read
         self._few = few  # equations of one worker's rows, by those of all
         self.refusals = list[str]()
         self._axis_name, self._growing = axis_name, growing
@@ -270,6 +291,7 @@ class _RowsOfBatch(RowsReading):
             here = place_in_source(self.around or equation)
             self._results[number] = here if is_other else self.join((known, result))
             return inputs
+        self._judge_sum(equation)
         if name == "shard_map":  # or what JAX made of it
             before, self._is_silent = self._is_silent, True
             made = self.program(equation.params["jaxpr"], inputs)
@@ -307,7 +329,8 @@ class _RowsOfBatch(RowsReading):
         """Judges what a `shard_map` takes and makes, as far as its specs name the axis."""
         params = mark.params
         call, number = params["call"], params["number"]
-        is_judged = not self._is_silent and (self._is_loss or ranks.is_judged(self.scopes))
+        is_all = self._is_loss or call in self._late
+        is_judged = not self._is_silent and (is_all or ranks.is_judged(self.scopes))
         self._read.add(id(mark))
         if shard_maps.RETURNS in params["derived"]:
             is_alone = params["derived"].startswith(shard_maps.RETURNS) and call.is_named
@@ -325,9 +348,13 @@ class _RowsOfBatch(RowsReading):
                 self._judge(mark, known)
             return known
         taken = self._taken.get(call, {})
-        for closed, rows in taken.values():
-            if is_judged and call.is_named and closed.params["verb"] == "closes over":
-                self._judge(closed, rows)  # it stands inside, where nothing is judged
+        if is_judged and call.is_named:
+            self.judged.add(call)
+            for closed, rows in taken.values():
+                if closed.params["verb"] == "closes over":
+                    self._judge(closed, rows)  # it stands inside, where nothing is judged
+            # JAX drops the mark of what a body takes for its shape.
+            self._judge_sizes(mark, {*range(len(call.takes))} - {*taken})
         silent, self._is_silent = self._is_silent, not is_judged
         own = self._read_body(call, taken)[number]
         self._is_silent = silent
@@ -385,7 +412,9 @@ class _RowsOfBatch(RowsReading):
         given = enumerate((*body.invars, *body.constvars))
         within = lambda i: self._cut_inside(*taken[i]) if i in taken else None
         inputs: dict[Any, Any] = {x: within(i) for i, x in given}
+        self._bodies.append(call)
         found = self.read(body.eqns, inputs)
+        self._bodies.pop()
         return [self.of(found, x) for x in body.outvars]
 
     def _cut_inside(self, mark: Any, known: Found) -> Found:
@@ -420,6 +449,55 @@ class _RowsOfBatch(RowsReading):
             is_part = isinstance(known, RowAxis) and known.axis == dim
             why = "are of a fixed size: cut a batch into a fixed number of parts" if is_part else ""
             self._refuse(mark, not (is_alike and grows), why)
+
+    def _judge_sizes(self, mark: Any, numbers: Iterable[int]) -> None:
+        """Judges arguments of which nothing is known but their sizes, which a body may go by."""
+        call = mark.params["call"]
+        fewer = [x.params["call"] for x in self._few.get(id(mark), [])]
+        for i in numbers:
+            own, now = [x.sizes[i] for x in fewer if i < len(x.sizes)], call.sizes[i]
+            is_cut = call.takes[i].dim is not None
+            times = self._workers if is_cut else 1
+            if any(now != times * n for n in own) or (is_cut and not own):
+                self._say(
+                    f"the jax.shard_map at {call.place} takes a value of {now} elements, which "
+                    + ("a spec cuts over" if is_cut else "no spec cuts over")
+                    + f" the workers' axis {self._axis_name!r}, for its size. Under jax.jit that "
+                    "is another one: name the axis for rows of a batch alone, and for all of them"
+                )
+
+    def _judge_sum(self, equation: Any) -> None:
+        """Judges a sum over workers in a body whose specs do not name the axis.
+
+        Under `jax.jit` all devices have the same rows there, which a mean leaves as they are.
+        """
+        name, few = equation.primitive.name, self._few.get(id(equation), [])
+        is_sum = name in _SUMMED & {*compat.OPCODES} and bool(self._bodies)
+        if not is_sum or any(call.is_named for call in self._bodies):
+            return
+        shapes = lambda e: [_shape_of(x) for x in compat.inputs_of(e)]
+        is_over = self._axis_name in compat.axes_of(equation.params)
+        if is_over and any(shapes(x) != shapes(equation) for x in few):
+            self._say(
+                f"the {name} at {compat.place_of(equation)} goes over the workers' axis "
+                f"{self._axis_name!r}, and over what grows with the batch, in the jax.shard_map at "
+                f"{self._bodies[-1].place}, whose specs do not name that axis. Under jax.jit all "
+                "devices have the same rows there, and here each worker has its own: name the axis "
+                "in in_specs and out_specs, leave it out of the sum, or sum statistics of rows"
+            )
+
+    def refuse_lost(self, calls: Iterable[Any], marks: Iterable[Any]) -> None:
+        """Refuses calls of which JAX has left no result, as far as their bodies may go by order."""
+        left = {mark.params["call"]: mark for mark in marks}
+        for call in calls:
+            self._judge_sizes(left[call], range(len(call.takes)))
+            if _use(call, self._axis_name) in (_RANK, _INNER):
+                self._say(
+                    f"the jax.shard_map at {call.place} tells workers apart, and whether it is "
+                    "given a worker's rows in their order can't be told, because JAX drops what a "
+                    "gradient does not need. Of a step, take jax.value_and_grad and return the "
+                    "value, too, and put a gradient inside a loss into the body"
+                )
 
     def refuse_unread(self, equations: Iterable[Any]) -> None:
         """Refuses what stands in programs of operations that are not followed."""
@@ -490,7 +568,25 @@ def _alike(equation: Any, inputs: list[Any], made: tuple[int, ...]) -> Found:
         return _Alike(frozenset(new for (old, _), (new, _) in same if old in own[0]))
     if name in ELEMENTWISE or compat.is_elementwise(equation):
         return _Alike(every.intersection(*(x for x, shape in zip(own, shapes) if shape)))
-    return None
+    return _alike_along(equation, shapes, own)
+
+
+def _alike_along(equation: Any, shapes: list[Any], own: list[frozenset[int]]) -> Found:
+    """The same of an operation along other axes, as a product with weights, or a row of a table."""
+    name, params = equation.primitive.name, equation.params
+    rule = MOVES.get(name) or ALONG.get(name)
+    if rule is None or (len(own) > 1 and name not in ("dot_general", "gather")):
+        return None
+    moved = set[int | None]()
+    for side, axis in ((i, axis) for i, axes in enumerate(own) for axis in axes):
+        rows: list[int | None] = [axis if i == side else None for i in range(len(own))]
+        if name == "dot_general" and axis in (batch := params["dimension_numbers"][1])[side]:
+            other = batch[1 - side][batch[side].index(axis)]
+            if other not in own[1 - side]:
+                continue
+            rows[1 - side] = other
+        moved.add(rule(Call(params, shapes, rows, axis, shapes[side])))
+    return _Alike(frozenset(i for i in moved if i is not None))
 
 
 def _moved(value: _Alike, by: int) -> _Alike:
@@ -524,7 +620,7 @@ def check_inner(program: Jaxpr, axis_name: str, is_loss: bool) -> None:
         if mark.primitive.name != shard_maps.MARK:
             continue
         derived = mark.params["derived"]
-        is_rule = [kind for kind, _ in ranks.RULE.findall(scopes)][-1:] == ["forward"]
+        is_rule = "forward" in (kind for kind, _ in ranks.RULE.findall(scopes))
         is_inside = shard_maps.RETURNS in derived and (is_loss or is_rule)
         is_inside |= shard_maps.RETURNS + shard_maps.FOLLOWS in derived
         if is_inside and _use(call := mark.params["call"], axis_name) != _NONE:
@@ -532,6 +628,30 @@ def check_inner(program: Jaxpr, axis_name: str, is_loss: bool) -> None:
                 f"the loss takes a gradient inside, through the jax.shard_map at {call.place}, "
                 f"which uses the workers' axis {axis_name!r}, so that cotangents of other workers "
                 "count there: put that gradient into the body, or leave the axis out of it"
+            )
+
+
+def check_traced_before(program: Jaxpr, axis_name: str) -> None:
+    """Raises ValueError if a `shard_map` over workers was traced in front of one worker's function.
+
+    As by `jax.make_jaxpr`, `jax.linearize` or `jax.closure_convert`. Its specs have the axis still.
+    """
+    for equation, scopes in compat.scoped(program):
+        if equation.primitive.name != "shard_map" or meshes.SCOPE in scopes:
+            continue
+        inside = [*compat.scoped(equation.params["jaxpr"])]
+        ours = shard_maps.CUT, shard_maps.WHOLE, meshes.SCOPE
+        is_known = any(scope in stack for _, stack in inside for scope in ours)
+        is_over = any(axis_name in compat.axes_of(each.params) for each, _ in inside)
+        specs = (*equation.params["in_specs"], *equation.params["out_specs"])
+        is_cut = any(shard_maps.names(spec, axis_name) for spec in specs)
+        if inside and not is_known and (is_cut or is_over):
+            every = (equation, *(each for each, _ in inside))
+            where = next((each for each in every if compat.frames_of(each)[0]), equation)
+            raise ValueError(
+                f"the jax.shard_map at {compat.place_of(where)} uses the workers' axis "
+                f"{axis_name!r}, and was traced before one worker's function, as by jax.make_jaxpr,"
+                " jax.linearize or jax.closure_convert outside of the loss: trace it in the loss"
             )
 
 
