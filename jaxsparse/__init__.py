@@ -120,5 +120,6 @@ else:
     def __getattr__(name: str) -> Any:
         """`islands`, which need packages of their own, and so are imported where they are used."""
         if name != "islands":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            how = ": write 'from jaxsparse import contrib'" if name == "contrib" else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{how}")
         return importlib.import_module("jaxsparse.islands")

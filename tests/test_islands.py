@@ -115,6 +115,68 @@ def test_a_weight_is_a_share_of_the_mean(clock):
     assert [one.weight for one in states] == [0, 0]
 
 
+EXCHANGES = {
+    "dense": functools.partial(jaxsparse.dense, axis_name=None),
+    "top_k": functools.partial(jaxsparse.top_k, 0.8, axis_name=None, is_dense=lambda *_: False),
+}
+
+
+@pytest.mark.parametrize("weighted", some([False, True], [False]))
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_message_far_larger_than_the_others_is_left_out(exchange, weighted, clock):
+    """As of an island that diverges. Its next one counts again."""
+    pair = EXCHANGES[exchange](), optax.sgd(1.0)
+    programs = Arithmetic(*pair, lambda state: state[0], weighted, norm_bound=3.0)
+    members, states = joined(reference.Memory(), NAMES[:3], clock, programs=programs)
+    weight = lambda states: [one._replace(weight=10.0) for one in states]
+    rows = np.float32([[1, 2, 3, 4, 0, 0], [3, 2, 1, 4, 0, 0], [0, 0, 90, 0, 0, 12]])
+    with pytest.warns(UserWarning, match=rf"{NAMES[2]} in round 0 was larger than norm_bound"):
+        states = ran(members, weight(states), 1, rows[None], clock)
+    mean = np.float32([2, 2, 2, 4, 0, 0])
+    for state in states:
+        np.testing.assert_array_equal(reference.flat(state.params), mean)
+        np.testing.assert_array_equal(reference.flat(state.worker[0]), mean)
+        assert not any(np.any(x) for x in jax.tree.leaves(state.outer[0][0].residual))
+    states = ran(members, weight(states), 1, np.stack([rows[[0, 1, 1]]]), clock)
+    second = (rows[0] + 2 * rows[1]) / 3
+    np.testing.assert_allclose(reference.flat(states[0].params), mean + second, rtol=1e-6)
+    for one in members:
+        assert [report.beyond for report in one.reports] == [(NAMES[2],), ()]
+    assert f"{NAMES[2]} beyond the bound" in str(one.reports[0])
+
+
+def test_of_two_messages_the_larger_one_is_left_out_and_zeros_bound_nothing(clock):
+    programs = Arithmetic(
+        EXCHANGES["dense"](), optax.sgd(1.0), lambda state: state[0], norm_bound=2.0
+    )
+    members, states = joined(reference.Memory(), NAMES[:2], clock, programs=programs)
+    with pytest.warns(UserWarning, match="larger than norm_bound"):
+        states = ran(members, states, 1, [[np.full(6, 5.0), np.ones(6)]], clock)
+    np.testing.assert_array_equal(reference.flat(states[0].params), 1)
+    states = ran(members, states, 1, [[np.ones(6), np.zeros(6)]], clock)
+    np.testing.assert_array_equal(reference.flat(states[0].params), 1.5)
+
+
+@pytest.mark.parametrize("bound", [2, 9, None])
+def test_what_is_owed_for_too_many_rounds_is_dropped(bound, clock):
+    settings = {"age_bound": bound} if bound else {}
+    members, states = joined(reference.Memory(), NAMES[:2], clock, **settings)
+    state, exchange = members[0].begin(reference.moved(states[0], [8, 0, 0, 0, 0, 0]))
+    ran(members[1:], states[1:], 3, np.ones((3, 1, 6)), clock)
+    told = pytest.warns(UserWarning, match="round 0, 3 rounds ago, and age_bound is 2")
+    with told if bound == 2 else contextlib.nullcontext():
+        clock.now += 10
+        exchange.advance()
+        clock.now += 10
+        assert exchange.advance()
+    state = members[0].finish(state, exchange)
+    assert state.round == (3 if bound == 2 else 4)  # it sends nothing late
+    if bound == 2:
+        np.testing.assert_array_equal(reference.residual(state), 0)
+        np.testing.assert_array_equal(reference.flat(state.worker[0]), reference.flat(state.params))
+        assert state.owed == 0
+
+
 def exchanged(one, state, clock, by=1, seconds=10):
     """The state and exchange of an island that moves, posts, and decides after some seconds."""
     state, exchange = one.begin(reference.moved(state, [by] * 6))
@@ -883,6 +945,8 @@ WRONG = {
     "quorum": ({"quorum": 1.5}, "quorum=1.5 must be an int"),
     "overlap": ({"overlap": 2}, "overlap=2 must be less than every=2"),
     "grace": ({"grace": -1.0}, "grace=-1.0 must be a number of seconds"),
+    "norm_bound": ({"norm_bound": 0.5}, "norm_bound=0.5 must be at least 1"),
+    "age_bound": ({"age_bound": 0}, "age_bound=0 must be"),
     "fragments": ({"fragments": 0}, "fragments=0 must be at least 1"),
     "weights of fragments": (
         {"fragments": 2, "weighted": True},

@@ -100,7 +100,8 @@ def check(make, params, workers, **options):
 def test_all_reducers_of_one_message_are_here():
     made = vars(reducers) | vars(contrib)
     kinds = {name for name, x in made.items() if is_one_message(x)}
-    assert kinds == {type(reducer).__name__ for reducer in REDUCERS.values()}
+    here = {type(reducer).__name__ for reducer in REDUCERS.values()}
+    assert kinds == here, f"add {kinds - here} to REDUCERS"
 
 
 @pytest.mark.slow

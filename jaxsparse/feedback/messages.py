@@ -125,9 +125,10 @@ def post_step(
     flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
     words, held = [bits(flag[None]), bits(dense)], []
     rank = jnp.asarray(rank, jnp.int32)
-    for gradient, b, bucket in zip(gradients, before.buckets, plan.buckets):
-        begun = begin(gradient, b, bucket, settings)
-        message, kept = _checked(bucket.reducer).encode(join(begun.residual), b.reducer_state, rank)
+    for gradient, bucket, its_plan in zip(gradients, before.buckets, plan.buckets):
+        begun = begin(gradient, bucket, its_plan, settings)
+        reducer = _checked(its_plan.reducer)
+        message, kept = reducer.encode(join(begun.residual), bucket.reducer_state, rank)
         words.append(message)
         held.append(Posted(begun, kept))
     info = Info(jnp.int32(0), jnp.int32(0))
@@ -168,8 +169,8 @@ def receive_step(
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
-    for own, bucket in zip(held, plan.buckets):
-        reducer, size = _checked(bucket.reducer), bucket.size
+    for own, its_plan in zip(held, plan.buckets):
+        reducer, size = _checked(its_plan.reducer), its_plan.size
         part, rest = _cut(rest, reducer.words(size))
         vector = join(own.begun.residual)
         if shares is None:
@@ -181,14 +182,14 @@ def receive_step(
             if 0 < settings.decay < 1:  # the next message fades it, and is to have all of it
                 owed = in_range(vector / settings.decay)
             reduced = reduced._replace(kept=Kept(owed, None, reduced.kept.state))
-        mean, now = finish(own.begun, vector, reduced, bucket)
+        mean, now = finish(own.begun, vector, reduced, its_plan)
         # A mean by weights is no sum of equal shares.
         is_equal = shares is None and reducer.conserves
         kept = now.residual
         mean, now = delivered(mean, now, None if is_equal else own.begun.residual, ok)
         if not counts:
             now = now._replace(residual=kept)
-        if bucket.needs_zeros:
+        if its_plan.needs_zeros:
             mean, momentum = with_mean_momentum(mean, now.momentum, ok, settings)
             now = now._replace(momentum=momentum)
         means.append(mean)

@@ -136,8 +136,8 @@ def check_names(given: Any, reducer: Reducer | None = None) -> None:
         names = [*fields, *options]
         alike = (
             *(x for x in _CALLED.get(name, ()) if x in names),
-            *(x for x in names if len(x) > 3 and x in name),
             *difflib.get_close_matches(name, names, 1),
+            *(x for x in names if len(x) > 3 and x in name),
         )
         meant = f" (do you mean {alike[0]!r}?)" if alike else ""
         of = "jaxsparse.partition" if reducer is None else f"an exchange by {reducer.name}"

@@ -75,7 +75,9 @@ def run_step(
         means, after, infos, *_ = _exchange_each(None, buckets, plan, settings, axes)
         dense_mean = _pending_mean(behind(before.pending, means), dense, axes)
         begun = zip(gradients, after, plan.buckets)
-        after = [begin(gradient, b, bucket, settings) for gradient, b, bucket in begun]
+        after = [
+            begin(gradient, bucket, its_plan, settings) for gradient, bucket, its_plan in begun
+        ]
         finite = behind(all_finite_in([gradients, dense]), means)
         ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
         pending = where_ok(ok, dense, jnp.zeros_like(dense))
@@ -98,8 +100,8 @@ def run_step(
         kept = [delivered(*each, ok) for each in zip(means, after, to_send)]
         means, after = [mean for mean, _ in kept], [bucket for _, bucket in kept]
     counts = jnp.bool_(True) if settings.is_delayed else ok
-    for i, bucket in enumerate(plan.buckets):
-        if bucket.needs_zeros:
+    for i, its_plan in enumerate(plan.buckets):
+        if its_plan.needs_zeros:
             means[i], momentum = with_mean_momentum(means[i], after[i].momentum, counts, settings)
             after[i] = after[i]._replace(momentum=momentum)
     dense_mean, dense_momentum = with_mean_momentum(
@@ -128,23 +130,23 @@ def _exchange_each(
     flags = list[Array]()
     mean: Pieces | None = None
     for i in reversed(range(len(before))):
-        b, bucket = before[i], plan.buckets[i]
-        x = b.residual if gradients is None else gradients[i]
+        bucket, its_plan = before[i], plan.buckets[i]
+        x = bucket.residual if gradients is None else gradients[i]
         if mean is not None:
             # Else XLA may start all buckets at once, or combine their messages, and need the memory
             # that splitting saves. The barrier keeps the products of gradients out of it.
             x = behind(jax.lax.optimization_barrier(x), [mean])
-        begun = b._replace(residual=x)
+        begun = bucket._replace(residual=x)
         if gradients is not None:
-            begun = begin(x, b, bucket, settings)
+            begun = begin(x, bucket, its_plan, settings)
             # Looked at now, a gradient need not be kept until the flag is exchanged.
             finite, sends = jax.lax.optimization_barrier((all_finite_in(x), begun.residual))
             flags.append(finite)
             begun = begun._replace(residual=sends)
         vector = join(begun.residual)
-        reduced = bucket.reducer.pmean(vector, b.reducer_state, axes.axis_name)
-        mean, own = finish(begun, vector, reduced, bucket)
-        to_send = None if bucket.reducer.conserves else begun.residual
+        reduced = its_plan.reducer.pmean(vector, bucket.reducer_state, axes.axis_name)
+        mean, own = finish(begun, vector, reduced, its_plan)
+        to_send = None if its_plan.reducer.conserves else begun.residual
         found[i] = mean, own, reduced.info, to_send
     each = [found[i] for i in range(len(before))]
     means, after, infos = [x for x, *_ in each], [x for _, x, *_ in each], [x for *_, x, _ in each]
@@ -259,10 +261,12 @@ def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: TreePlan) ->
         plan: the plan of the tree.
     """
     buckets = []
-    for b, bucket, mean, low in zip(done.carried.buckets, plan.buckets, done.means, rounded):
-        if not bucket.needs_zeros:
-            b = b._replace(residual=jax.tree.map(_with_lost, b.residual, mean, low))
-        buckets.append(b)
+    each = zip(done.carried.buckets, plan.buckets, done.means, rounded)
+    for bucket, its_plan, mean, low in each:
+        if not its_plan.needs_zeros:
+            residual = jax.tree.map(_with_lost, bucket.residual, mean, low)
+            bucket = bucket._replace(residual=residual)
+        buckets.append(bucket)
     return done._replace(carried=done.carried._replace(buckets=buckets))
 
 

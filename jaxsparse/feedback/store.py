@@ -225,16 +225,16 @@ def _marked(state: ErrorFeedbackState, axis_name: str | None) -> ErrorFeedbackSt
 
 def _rounded(carried: Carried, round_: Array, plan: TreePlan, axes: Axes) -> Carried:
     buckets = []
-    for i, (b, bucket) in enumerate(zip(carried.buckets, plan.buckets)):
-        shapes = [piece.shape for piece in b.residual]
+    for i, (bucket, its_plan) in enumerate(zip(carried.buckets, plan.buckets)):
+        shapes = [piece.shape for piece in bucket.residual]
         rounded = lambda x, key, to=shapes: layouts.cut(rounded_at_random(layouts.join(x), key), to)
-        residual = rounded(b.residual, key_of(round_, 2 * i, axes.all))
-        momentum = b.momentum
+        residual = rounded(bucket.residual, key_of(round_, 2 * i, axes.all))
+        momentum = bucket.momentum
         if momentum is not None:
             # All copies of a mean's momentum must be rounded alike.
-            over = axes.inner if bucket.needs_zeros else axes.all
+            over = axes.inner if its_plan.needs_zeros else axes.all
             momentum = rounded(momentum, key_of(round_, 2 * i + 1, over))
-        buckets.append(Bucket(residual, momentum, b.reducer_state))
+        buckets.append(Bucket(residual, momentum, bucket.reducer_state))
     return carried._replace(buckets=buckets)
 
 

@@ -23,7 +23,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxsparse.arrays.layout import check_arrays, narrow
-from jaxsparse.arrays.magnitude import all_finite
+from jaxsparse.arrays.magnitude import all_finite, norms
 from jaxsparse.comm.marks import is_marked, map_marked, own_leaves
 from jaxsparse.feedback import Exchange
 from jaxsparse.islands.records import DTYPES
@@ -78,6 +78,7 @@ class Arithmetic:
         params: Pick,
         weighted: bool = False,
         fragments: int = 1,
+        norm_bound: float | None = None,
     ) -> None:
         check_exchange(exchange, optimizer)
         if (name := exchange.settings.axis_name) is not None:
@@ -86,7 +87,7 @@ class Arithmetic:
                 "island is a program: make it with axis_name=None, as in "
                 "jaxsparse.top_k(0.01, axis_name=None)"
             )
-        self.is_weighted = weighted
+        self.is_weighted, self._norm_bound = weighted, norm_bound
         self._places = Streaming(fragments, overlap=0).places
         self._exchange = exchange
         self._optimizer = optax.with_extra_args_support(optimizer)
@@ -244,11 +245,22 @@ class Arithmetic:
         begun: Begun,
         before: Shared,
         part: int = 0,
-    ) -> tuple[Shared, Bool[Array, ""]]:
-        """What follows for all, and whether it counts: if a sum overflows, all stay as before."""
+    ) -> tuple[Shared, Bool[Array, ""], Bool[Array, " members"]]:
+        """What follows for all, whether it counts, and which messages are within the bound.
+
+        If a sum overflows, all stay as before.
+        """
         places, (sent, moments) = self._places(before.params)[part], before.outer[part]
         params = part_of(before.params, places)
         exchange = self._exchange.of_parts(before.params)
+        within = jnp.ones(len(messages), jnp.bool_)
+        if self._norm_bound is not None:
+            of_one = lambda one: exchange.receive(one[None], begun.posted, params, sent)[0]
+            found = jax.lax.map(lambda one: _norm(of_one(one)), messages)
+            # Of two the smaller one, so that the larger one can be too large.
+            median = jnp.sort(found)[(len(messages) - 1) // 2]
+            within = (found <= self._norm_bound * median) | (median == 0)
+            weights = jnp.where(within, jnp.float32(1) if weights is None else weights, 0)
         mean, sent = exchange.receive(messages, begun.posted, params, sent, weights=weights)
         updates, moments = self._optimizer.update(mean, moments, params)
         after = Shared(optax.apply_updates(params, updates), ((sent, moments),))
@@ -256,7 +268,7 @@ class Arithmetic:
         ok = ~has_overflowed(started, after)
         params, outer = jax.tree.map(functools.partial(jnp.where, ok), after, started)
         merged = with_rows(before.params, places, jax.tree.leaves(params))
-        return Shared(merged, _with(before.outer, part, outer[0])), ok
+        return Shared(merged, _with(before.outer, part, outer[0])), ok, within
 
     def _own(self, begun: Begun, before: Shared, counts: bool, part: int = 0) -> Any:
         """The outer states, of which an island's own part is right, without others' messages.
@@ -356,6 +368,11 @@ def has_moved(params: Any, own: Any) -> Bool[Array, ""]:
     """Whether an island's own parameters are others than the global ones."""
     moved = jax.tree.leaves(displacement(params, own))
     return jnp.stack([jnp.bool_(False), *(jnp.any(x != 0) for x in moved)]).any()
+
+
+def _norm(tree: Any) -> Float[Array, ""]:
+    parts = [norms(x.astype(jnp.float32), axis=None) for x in jax.tree.leaves(tree)]
+    return norms(jnp.stack(parts), axis=None)
 
 
 def _with(outer: tuple[Any, ...], part: int, one: Any) -> tuple[Any, ...]:

@@ -30,11 +30,15 @@ class Report(NamedTuple):
     sent: int  #: bytes of its own message
     applied: bool  #: whether the sum was applied. It is not, if it overflows.
     digest: str  #: digest of what islands share as the next round begins
+    beyond: tuple[
+        str, ...
+    ] = ()  #: members whose messages were left out of the sum, see `norm_bound`
 
     def __str__(self) -> str:
         when = "replayed" if self.waited is None else f"decided after {self.waited:.1f} s"
         without = "" if self.counted or self.waited is None else ", without this island"
         without += "" if self.applied else ", not applied"
+        without += f", {', '.join(self.beyond)} beyond the bound" if self.beyond else ""
         return (
             f"round {self.round} of {', '.join(self.members)}: {when}{without}, "
             f"{self.sent / 1e6:.2f} MB sent, {self.received / 1e6:.2f} MB received"
@@ -57,11 +61,12 @@ class Life:
         quorum: int,
         grace: float,
         snapshots: int,
+        age_bound: int | None = None,
         beside: Callable[[Callable[[], None]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.arithmetic, self.clock, self.beside = arithmetic, clock, beside
-        self.name, self.every_snapshot = check_name(name), snapshots
+        self.name, self.every_snapshot, self.age_bound = check_name(name), snapshots, age_bound
         self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
         self.reports: list[Report] = []  # of the last rounds
         self.totals = 0, 0, 0, 0  # rounds in which it counted, and sent; bytes sent, and received

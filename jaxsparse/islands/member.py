@@ -53,7 +53,9 @@ class Member(Life):
         """
         state, exchange = tries(lambda: self._begin_life(state, settings))
         tries(exchange.advance, lambda: exchange.round)
-        if exchange.was_sent:  # more than this state knows of, so that what it had moved is dropped
+        if (
+            exchange.is_dropped
+        ):  # more than this state knows of, so that what it had moved is dropped
             worker = self.arithmetic.put_back(state.worker, state.params)
             state = state._replace(worker=worker, steps=0, weight=0.0, owed=0.0)
         joined = self.finish(state, exchange)

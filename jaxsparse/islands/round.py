@@ -41,7 +41,8 @@ class Round:
     is_late: bool = True  # whether its message is what it owes, or it has none
     is_done: bool = False
     counted: bool = False  # whether a message of it counted
-    was_sent: bool = False  # whether a former life of it sent messages that counted
+    # Whether what it owed is dropped: a former life had sent it, or it is beyond a bound.
+    is_dropped: bool = False
     posted_at: float | None = None
     post_after: float = 0.0  # so many seconds, it posts again if the store does not show it
     drifted_in: int = -1  # the last round in which it found that it had drifted
@@ -63,7 +64,7 @@ class Round:
     @property
     def _owes(self) -> bool:
         """Whether something of its message is still to be sent: it was late, and kept it."""
-        return not (self.counted or self.was_sent) and has_residual(self.shared)
+        return not (self.counted or self.is_dropped) and has_residual(self.shared)
 
     def advance(self) -> bool:
         """Goes on as far as it can without waiting for others. Returns whether it is done.
@@ -82,8 +83,24 @@ class Round:
                 self._absorb(*seen)
             while (decision := lead(self.member.rounds.decided, self.round)) is not None:
                 self._absorb(decision)
+            self._drop_if_old()
             self.is_done = self.is_late or not self._owes or not self._begin_late()
         return True
+
+    def _drop_if_old(self) -> None:
+        """Drops what it owes, and has moved, if that is of a round too long ago."""
+        bound, age = self.member.age_bound, self.round - self._first
+        if bound is None or age <= bound or not (self.owed > 0 or self.member.is_restored):
+            return
+        warnings.warn(
+            f"what {self.member.name} owes is of round {self._first}, {age} rounds ago, and "
+            f"age_bound is {bound}: it is dropped, and the island goes on from the global "
+            "parameters",
+            stacklevel=2,
+        )
+        self.shared = self.member.arithmetic.without_debts(self.shared)
+        self.begun = self.member.arithmetic.without_moves(self.begun)
+        self.is_dropped, self.owed, self.digest = True, 0.0, None
 
     def _begin_late(self) -> bool:
         """Begins a message of what it owes. Returns whether that is finite."""
@@ -171,20 +188,23 @@ class Round:
         if member.arithmetic.is_weighted:
             weights = np.array([each.weight for each in decision.members], np.float32)
         half = self.message or member.begin_idle(before, self.round)
-        after, applied = member.arithmetic.outer_step(messages, weights, half, before, part=part)
+        after, applied, within = member.arithmetic.outer_step(
+            messages, weights, half, before, part=part
+        )
         counts = self._counts_in(decision)
+        names = tuple(decision.lives)
+        beyond = tuple(name for name, one in zip(names, within.tolist()) if not one)
         if not (is_own and counts):
             # It has sent nothing in a round that it only follows: what it owes stays as it is.
             own = member.arithmetic.owed(half, before, part=part) if is_own else before.outer
             after = with_own(after, own)
-        if was_sent := self._was_sent_in(decision):
+        if is_dropped := self._was_sent_in(decision) or self._is_beyond(decision, beyond):
             after = member.arithmetic.without_debts(after)
         if decision.digest != self._digest_now() and (found := self._reload(decision, after)):
-            self._go_to(*found, counts, was_sent, bool(applied))
+            self._go_to(*found, counts, is_dropped, bool(applied))
             return
         after = jax.tree.map(place_as, after, before)
-        self._go_to(after, decision.round + 1, counts, was_sent, bool(applied))
-        members = tuple(decision.lives)
+        self._go_to(after, decision.round + 1, counts, is_dropped, bool(applied))
         sent = 0 if waited is None else 4 * member.rounds.words[part]
         if not applied:
             warnings.warn(
@@ -193,28 +213,28 @@ class Round:
                 "moved too far, or optimizer overflows",
                 stacklevel=2,
             )
-        told = members, counts, waited, messages.nbytes, sent, bool(applied), self._digest_now()
-        member.report(Report(decision.round, *told))
+        told = names, counts, waited, messages.nbytes, sent, bool(applied), self._digest_now()
+        member.report(Report(decision.round, *told, beyond))
         if is_own:
-            self._take_turn(members)
+            self._take_turn(names)
 
     def _go_to(
-        self, shared: Shared, round: int, counts: bool, was_sent: bool, applied: bool = True
+        self, shared: Shared, round: int, counts: bool, is_dropped: bool, applied: bool = True
     ) -> None:
         """Begins a round. Notes what became of its own message, if the last one was its round."""
         self.shared, self.round, self.digest = shared, round, None
         self.seen = self.messages = None
-        self.was_sent |= was_sent
-        if was_sent:  # what it had moved was sent as well, or will be in another fragment's round
+        self.is_dropped |= is_dropped
+        if is_dropped:  # what it had moved was sent as well, or will be in another fragment's round
             self.begun = self.member.arithmetic.without_moves(self.begun)
         # A former life ends as it sees that this one counts, so it can't count after that.
-        self.member.is_restored &= not (counts or was_sent)
+        self.member.is_restored &= not (counts or is_dropped)
         if self.message is not None:
             # Where a sum is not applied, the residual stays as it was before the message.
             left = 0.0 if applied else self.owed
             self.owed = left if counts else self.weight
             self.counted, self.message = counts, None
-        self.owed = 0.0 if was_sent else self.owed
+        self.owed = 0.0 if is_dropped else self.owed
 
     def _counts_in(self, decision: Decision) -> bool:
         """Whether a message of this life counts."""
@@ -245,6 +265,18 @@ class Round:
             f"a message that {member.name} sent in round {decision.round}, after its state was "
             "saved, counted. So what the saved state owes, and had moved, is dropped: part of it "
             "was sent",
+            stacklevel=2,
+        )
+        return True
+
+    def _is_beyond(self, decision: Decision, beyond: tuple[str, ...]) -> bool:
+        """Whether a message of this life was left out, because it is too large."""
+        if not (self.member.name in beyond and self._counts_in(decision)):
+            return False
+        warnings.warn(
+            f"the message of {self.member.name} in round {decision.round} was larger than "
+            "norm_bound times the median of all, so that it was left out on all islands: what this "
+            "one had moved and owed is dropped, and it goes on from the global parameters",
             stacklevel=2,
         )
         return True

@@ -102,6 +102,11 @@ class Islands:
             once in `fragments * every` steps.
         snapshots: rounds from one snapshot to the next. The island whose turn it is writes it, in a
             thread, from a copy on the host.
+        norm_bound: largest l2 norm of a message, over the median of those that count, of at least
+            1. A larger one is left out of the sum on all islands, and its sender begins anew from
+            the global parameters. All islands must agree. None: none.
+        age_bound: number of rounds after which an island no longer sends what it owes, as after it
+            slept, and drops that. None: none.
         weighted: whether messages count by weights, which each call of a step gives, such as its
             number of tokens. All islands must agree.
         params: function that picks the parameters from a state, see `jaxsparse.LocalSteps`.
@@ -138,6 +143,8 @@ class Islands:
         overlap: int = 0,
         fragments: int = 1,
         snapshots: int = 10,
+        norm_bound: float | None = None,
+        age_bound: int | None = None,
         weighted: bool = False,
         params: Pick | None = None,
         loss: Callable[[Any], Any] | None = None,
@@ -156,6 +163,13 @@ class Islands:
             static_count(label, count)
         for label, count in (("overlap", overlap), ("alone", alone)):
             static_count(label, count, 0)
+        if norm_bound is not None and not static_float("norm_bound", norm_bound) >= 1:
+            raise ValueError(
+                f"norm_bound={norm_bound} must be at least 1, or None: messages below the median "
+                "always count"
+            )
+        if age_bound is not None:
+            static_count("age_bound", age_bound)
         if overlap >= every:
             raise ValueError(
                 f"overlap={overlap} must be less than every={every}: an exchange must arrive "
@@ -186,6 +200,7 @@ class Islands:
             "name": name, "every": every, "quorum": quorum, "grace": grace, "overlap": overlap,
             "fragments": fragments, "snapshots": snapshots, "weighted": weighted, "poll": poll,
             "patience": patience, "alone": alone,
+            "norm_bound": norm_bound, "age_bound": age_bound,
         }  # fmt: skip
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
         self._is_weighted, self._fragments = weighted, fragments
@@ -193,12 +208,13 @@ class Islands:
         # Numbers of members, and fragments, for which programs are compiled.
         self._prepared = {(0, part) for part in range(fragments)}
         self._member = Member(
-            Arithmetic(exchange, optimizer, params or params_of, weighted, fragments),
+            Arithmetic(exchange, optimizer, params or params_of, weighted, fragments, norm_bound),
             store,
             name,
             quorum=quorum,
             grace=grace,
             snapshots=snapshots,
+            age_bound=age_bound,
             beside=self._write,
         )
         self._running: RunningExchange | None = None
