@@ -51,7 +51,7 @@ from jaxsparse.processes.failing import fail_at_once
 from jaxsparse.reducers.stages import warm_up
 from jaxsparse.traffic import wire_bytes
 from jaxsparse.training import checksums as checksums
-from jaxsparse.training.check import check
+from jaxsparse.training.check import check, check_loss
 from jaxsparse.training.diagnostics import diagnose
 from jaxsparse.training.fsdp import fsdp_specs, gather_residual
 from jaxsparse.training.gradients import grad, value_and_grad
@@ -74,6 +74,7 @@ __all__ = [
     "PerWorker",
     "Stages",
     "check",
+    "check_loss",
     "check_replicas",
     "chunked_top_k",
     "dense",

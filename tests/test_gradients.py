@@ -474,3 +474,31 @@ def test_a_loss_that_fails_is_told_what_was_split():
     assert "arrays over which it closes" in caught.value.__notes__[0]
     value, _ = jaxsparse.value_and_grad(loss, workers=2, batch_argnums=2)(jnp.ones(6), stats, x)
     assert value.tolist() == [24.0, 24.0]
+
+
+SQUARES = lambda params, x: jnp.square(x @ params["w"])
+GIVEN = {"w": jnp.linspace(0.1, 1, 15).reshape(5, 3)}, jnp.linspace(-1, 1, 80).reshape(16, 5)
+
+
+def test_check_loss_takes_a_mean_over_rows():
+    mean = lambda params, x: SQUARES(params, x).mean()
+    jaxsparse.check_loss(mean, *GIVEN)
+    both = lambda params, x: (mean(params, x), x.shape)
+    jaxsparse.check_loss(both, *GIVEN, has_aux=True, workers=4)
+    jaxsparse.check_loss(lambda params, x: 0 * mean(params, x), *GIVEN)
+
+
+def test_check_loss_tells_a_sum_with_its_factor():
+    total = lambda params, x: SQUARES(params, x).sum()
+    with pytest.raises(ValueError, match=r"4 workers is 0.25 times .* at \['w'\]: the loss is a"):
+        jaxsparse.check_loss(total, *GIVEN, workers=4)
+
+
+def test_check_loss_tells_unlike_numbers_of_tokens():
+    def of_tokens(params, batch):
+        x, mask = batch
+        return (SQUARES(params, x) * mask[:, None]).sum() / mask.sum()
+
+    params, x = GIVEN
+    with pytest.raises(ValueError, match=r"2 workers differs .* at \['w'\], by up to .*mean_of"):
+        jaxsparse.check_loss(of_tokens, params, (x, jnp.float32(jnp.arange(16) < 9)), workers=2)

@@ -1,18 +1,22 @@
-"""A check that rows of gradients end in an exchange, and nowhere else."""
+"""Checks that rows of gradients end in an exchange alone, and that their mean is the batch's."""
 
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxsparse.arrays.layout import named_shapes
 from jaxsparse.comm.workers import Running, running
 from jaxsparse.feedback import front
 from jaxsparse.feedback.options import check_transformation
+from jaxsparse.training import gradients
 from jaxsparse.training.chains import warn_of_chains, warn_of_masks
 
 # So many workers are traced. Few sizes of arrays are equal to it by chance.
@@ -56,8 +60,8 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
     check_transformation("tx", tx, "optax.chain(jaxsparse.dense(), optax.sgd(0.1))")
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
     program, state, updates, after = _traced(tx, own, axis_name)
-    gradients = len(jax.tree.leaves(_differentiated(own)))
-    warn_of_chains(program.jaxpr, gradients, len(jax.tree.leaves(own)))
+    count = len(jax.tree.leaves(_differentiated(own)))
+    warn_of_chains(program.jaxpr, count, len(jax.tree.leaves(own)))
     problems = [*map(front.refusal, front.mixed_in(program.jaxpr))]
     wanted = named_shapes(own)
     for name, shape in named_shapes(updates).items():
@@ -77,6 +81,61 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
     if problems:
         raise ValueError("the chain mixes the rows of workers. " + ". ".join(problems))
     _warn_of_masks(tx, own, axis_name, program)
+
+
+def check_loss(
+    fun: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    has_aux: bool = False,
+    tolerance: float = 1e-3,
+    **options: Any,
+) -> None:
+    """Checks that the mean of workers' gradients is the gradient of the whole batch.
+
+    So it is of a loss that is a mean over rows. It is not of a sum, of a mean over tokens of which
+    workers have unlike numbers, of statistics of the batch (BatchNorm), or of noise that each
+    worker draws. For a test of your own: one device simulates the workers, if no mesh is given.
+
+    Args:
+        fun: function of a scalar loss, as for `jaxsparse.value_and_grad`.
+        params: what is differentiated.
+        args: what else `fun` takes, first the batch.
+        has_aux: whether `fun` returns a pair of the loss and auxiliary output.
+        tolerance: how far gradients may differ, over the largest element of each leaf.
+        options: of `jaxsparse.value_and_grad`, as `mesh`. None: `workers=8`.
+
+    Raises:
+        ValueError: names a leaf, how far it is off, and what that means.
+
+    Example:
+        >>> check_loss(lambda w, x: ((x @ w) ** 2).sum(), jnp.ones(3), jnp.ones((16, 3)))
+        Traceback (most recent call last):
+        ...
+        ValueError: the mean gradient of 8 workers is 0.125 times that of the whole batch ...
+    """
+    own = gradients.grad(fun, has_aux=has_aux, **(options or {"workers": 8}))
+    rows, whole = own(params, *args), jax.grad(fun, has_aux=has_aux)(params, *args)
+    rows, whole = (rows[0], whole[0]) if has_aux else (rows, whole)
+    workers = jax.tree.leaves(rows)[0].shape[0]
+    for (path, row), right in zip(tree_leaves_with_path(rows), jax.tree.leaves(whole)):
+        mean, right = np.asarray(row, np.float64).mean(0), np.asarray(right, np.float64)
+        if np.max(np.abs(mean - right), initial=0) <= tolerance * np.max(np.abs(right), initial=0):
+            continue
+        most, name = np.abs(right).max(), keystr(path) or "params"
+        factor = np.vdot(mean, right) / max(np.vdot(right, right), np.finfo(float).tiny)
+        if np.allclose(mean, factor * right, atol=tolerance * most):
+            raise ValueError(
+                f"the mean gradient of {workers} workers is {factor:.4g} times that of the whole "
+                f"batch at {name}: the loss is a sum over rows, or is divided by the rows of all "
+                "workers. Divide it by the rows that it sees"
+            )
+        raise ValueError(
+            f"the mean gradient of {workers} workers differs from that of the whole batch at "
+            f"{name}, by up to {np.abs(mean - right).max():.3g} where that has up to {most:.3g}: "
+            "the loss is no mean over rows. With unlike numbers of tokens take jaxsparse.mean_of. "
+            "Statistics of the batch, and noise, are each worker's own"
+        )
 
 
 def _warn_of_masks(
