@@ -1217,12 +1217,74 @@ def rows_summed_in_an_unnamed_body(w, x):
     return square(by(x @ w) - x)
 
 
+def rows_summed_one_by_one(w, x):
+    by = by_four(lambda h: lax.map(lambda row: jnp.tanh(lax.pmean(row, "data")), h), P(), P())
+    return square(by(x @ w) - x)
+
+
+def rows_summed_in_a_vmap(w, x):
+    by = by_four(lambda h: jnp.tanh(lax.pmean(h, "data")), P(), P())
+    return square(jax.vmap(by)(jnp.stack([x @ w, x])))
+
+
+def rows_summed_in_a_forward_rule(w, x):
+    f = jax.custom_vjp(lambda h: jnp.tanh(h) + 0 * lax.pmean(h.mean(), "data"))
+    mean = lambda h: lax.pmean(h, "data")
+    f.defvjp(lambda h: (jnp.tanh(mean(h)), h), lambda h, g: (mean(g) / jnp.cosh(h) ** 2,))
+    return square(by_four(f, P(), P())(x @ w) - x)
+
+
+def cut_beside(w, x, positions):
+    """A mean, and that of a penalty on values that a spec cuts."""
+    mean = lambda h, p: lax.pmean(jnp.mean(h**2) + jnp.mean(jnp.tanh(p)) ** 2, "data")
+    return by_four(mean, (P("data"), P("data")), P())(x @ w, positions)
+
+
+def taken_along_equal_tables(w, x):
+    table = jnp.broadcast_to(w.reshape(-1), (len(x), 64))
+    return cut_beside(w, x, jnp.take_along_axis(table, jnp.arange(len(x))[:, None], 1)[:, 0])
+
+
+def drawn_by_positions(w, x):
+    spread = jnp.exp(w[0, 0]) * jnp.arange(1.0, len(x) + 1)
+    return cut_beside(w, x, jax.random.gamma(jax.random.key(0), spread))
+
+
+def equal_parts_of_tp(w, x):
+    part = by_four(lambda a: jnp.broadcast_to(a.sum(), (len(x) // 2,)), P("tp"), P("tp"))
+    return cut_beside(w, x, part(w))
+
+
+def positions_made_in_a_vmap(w, x):
+    number = by_four(lambda z: z + jnp.arange(1.0, len(z) + 1), P(), P())
+    return cut_beside(w, x, jax.vmap(number)(jnp.broadcast_to(w[:2, :1], (2, len(x))))[0])
+
+
+def pairs_of_rows(w, x):
+    by = by_four(lambda h, y: h * y.shape[1], (P("data"), P("data")), P("data"))
+    return square(by(x @ w, x @ x.T))
+
+
+def weights_in_a_shape_of_rows(w, x):
+    by = by_four(lambda h, y: h * y.shape[0], (P("data"), P()), P("data"))
+    return square(by(x @ w, w.reshape(len(x), -1)))
+
+
 HIDDEN = {
+    rows_summed_one_by_one: "and over rows of a batch, or what may be such",
+    rows_summed_in_a_vmap: "is in a jax.vmap, uses the workers' axis",
+    rows_summed_in_a_forward_rule: "and over rows of a batch, or what may be such",
+    taken_along_equal_tables: "are no rows of a batch",
+    drawn_by_positions: "are no rows of a batch",
+    equal_parts_of_tp: "are no rows of a batch",
+    positions_made_in_a_vmap: "are no rows of a batch",
+    pairs_of_rows: "are no rows of a batch",
+    weights_in_a_shape_of_rows: "that grows with the batch",
     number_of_rows_in_a_jit: "for its size",
     number_of_rows_in_a_checkpoint: "for its size",
     width_of_cut_weights_in_a_scan: "for its size",
     gradient_of_a_custom_energy_in_a_forward_rule: "the loss takes a gradient inside",
-    rows_summed_in_an_unnamed_body: "and over what grows with the batch",
+    rows_summed_in_an_unnamed_body: "and over rows of a batch, or what may be such",
     sum_in_a_force: "the loss takes a gradient inside",
     force_of_a_mean: "the loss takes a gradient inside",
     force_of_a_mean_on_rows: "the loss takes a gradient inside",
@@ -1317,6 +1379,50 @@ def embedded(x, w):
     positions = w[jnp.broadcast_to(jnp.arange(4), (len(x), 4))].mean(1)
     state = jnp.zeros((len(x), 8)) @ w
     return (queries / jnp.linalg.norm(queries, axis=-1, keepdims=True)).T.T + positions + state
+
+
+def ring_of_workers(split, h):
+    """Of workers that name their axis in a body of its own, inside of one for tp."""
+    turn = lambda h, by: lax.ppermute(h, "data", [(i, (i + by) % 4) for i in range(4)])
+    options = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
+    if split is None:
+        return jnp.tanh(h)
+    inner = lambda h: jnp.tanh(turn(turn(h, 1), -1))
+    inside = lambda h: jax.shard_map(inner, axis_names={"data"}, **options)(h)
+    return jax.shard_map(
+        inside, mesh=four(), in_specs=P(), out_specs=P(), axis_names={"tp"}, check_vma=False
+    )(h)
+
+
+def of_a_ring(w, x, split):
+    return square(ring_of_workers(split, x @ w) - x)
+
+
+def by_tangents_alike(w, x, split):
+    """As of a divergence: the same for all rows."""
+    by = jnp.tanh if split is None else split(jnp.tanh, P("data"), P("data"))
+    along = lambda y: by(by(y @ w) @ w)
+    return square(jax.jvp(along, (x,), (jnp.ones_like(x),))[1])
+
+
+def in_micro_batches_of_one_row(w, x, split):
+    mixed = lambda q, k: jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ k
+    by = mixed if split is None else split(mixed, (P("data"), P("data")), P("data"))
+    of_part = lambda part: square(by(part @ w, part))
+    return lax.map(of_part, x.reshape(2, -1, 4, 2) @ jnp.eye(2, 8)).mean()
+
+
+@pytest.mark.parametrize("loss", [of_a_ring, by_tangents_alike, in_micro_batches_of_one_row])
+def test_what_was_refused_for_nothing(loss):
+    draw = np.random.default_rng(0).normal
+    x, w = draw(size=(8, 8)).astype("f"), jnp.asarray(draw(size=(8, 8)) / 3, "f")
+    with_split = lambda w, x: loss(w, x, by_four)
+    found = jaxsparse.grad(with_split, mesh=four())(
+        w, jax.device_put(x, NamedSharding(four(), P("data")))
+    )
+    check(found.mean(0), jax.grad(lambda w, x: loss(w, x, None))(w, x))
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # it communicates
+        stepped(with_split, four(), w, x)
 
 
 def test_what_is_equal_for_all_rows_may_be_cut():

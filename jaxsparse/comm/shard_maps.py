@@ -93,7 +93,7 @@ class MappedCall:
         takes: what its specs cut over the axis of workers, of arguments. Behind these stand values
             over which the body closes, which no spec cuts.
         makes: the same of results.
-        sizes: the numbers of elements along what `takes` cut, or of all.
+        shapes: of what it takes.
         number: no other call's.
     """
 
@@ -102,7 +102,7 @@ class MappedCall:
     is_checked: bool
     takes: list[Cut] = dataclasses.field(default_factory=list)
     makes: list[Cut] = dataclasses.field(default_factory=list)
-    sizes: list[int] = dataclasses.field(default_factory=list)
+    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     body: ClosedJaxpr | None = None
     number: int = dataclasses.field(default_factory=lambda: next(_CALLS))
 
@@ -348,7 +348,7 @@ def _bound(
         named, tracing.named = tracing.named, None
         is_called = named is not None  # by a user, and not by JAX's own rules
         call.takes = named or []
-        call.sizes = [_size(x, cut) for x, cut in zip(args, call.takes)]
+        call.shapes = [*map(jnp.shape, args)]
         call.is_named = any(cut.dim is not None for cut in call.takes)
         if call.is_named:
             tracing.places.append(place)
@@ -439,7 +439,7 @@ def _made(body: Callable[..., Any], tracing: Tracing, call: MappedCall, *args: A
     if any(isinstance(x, jax.core.Tracer) for x in consts):
         # They are no arguments of JAX's equation, and marked inside of it.
         call.takes = [*call.takes[: len(args)], *[Cut()] * len(consts)]
-        call.sizes = [*call.sizes[: len(args)], *map(jnp.size, consts)]
+        call.shapes = [*call.shapes[: len(args)], *map(jnp.shape, consts)]
         closes = lambda x, i: _marked(x, Cut(), call, i, "closes over")
         closed = [closes(x, len(args) + i) for i, x in enumerate(consts)]
         made = iter(jaxpr_as_fun(ClosedJaxpr(call.body.jaxpr, closed))(*args))
@@ -461,13 +461,8 @@ def _traced(body: Callable[..., Any], args: Any) -> ClosedJaxpr:
 
 def _marked(x: Any, cut: Cut, call: MappedCall, number: int, verb: str) -> Any:
     """Marks an argument or a result."""
-    params = {"call": call, "number": number, "verb": verb, "rows": _size(x, cut), "derived": ""}
+    params = {"call": call, "number": number, "verb": verb, "shape": jnp.shape(x), "derived": ""}
     return _mark.bind(x, dim=cut.dim, is_mapped=False, **params)
-
-
-def _size(x: Any, cut: Cut) -> int:
-    """The number of elements along what a spec cuts. Of what none cuts, all dimensions count."""
-    return int(jnp.size(x) if cut.dim is None else jnp.shape(x)[cut.dim])
 
 
 def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> Any:
@@ -554,8 +549,8 @@ def identity(name: str, type_of: Callable[..., Any]) -> Primitive:
 
 
 # Marks arguments and results of a shard_map: its call, their number there, what it does with them,
-# the dimension that a spec cuts over the axis of workers, the number of elements along it, whether
-# a `vmap` gave the value another dimension, and how often it was differentiated.
+# the dimension that a spec cuts over the axis of workers, the shape, without what a `vmap` adds,
+# whether one did, and how often it was differentiated.
 _mark = identity(MARK := "names_workers", lambda aval, **_: aval)
 # A tangent follows what a body takes, and a cotangent is returned for a tangent. One that is
 # returned for a value itself is that of a linear function, as of tangents.

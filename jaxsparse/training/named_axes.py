@@ -7,6 +7,7 @@ batch to each `jax.shard_map`, and what is not known to be right is refused.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -90,13 +91,17 @@ def check_named(
         return
     growing, few = set[int](), dict[int, list[Any]]()
     if any(of_batch):
-        # JAX writes other operations for a single row, so there are two of it.
-        least = 2 if any(x.shape[0] == 1 for x, yes in zip(types, of_batch) if yes) else 1
         times = lambda x, n: x.update(shape=(n * x.shape[0], *x.shape[1:]))
         with_rows = lambda n: trace([times(x, n) if yes else x for x, yes in zip(types, of_batch)])
+        own = program
         try:
-            own = program if least == 1 else with_rows(least).jaxpr
-            program = with_rows(least * workers).jaxpr
+            # JAX writes other operations for a single row, of a batch or of its parts.
+            for least in (1, 2):
+                few.clear()
+                own = program if least == 1 else with_rows(least).jaxpr
+                if _pair(own, many := with_rows(least * workers).jaxpr, few):
+                    break
+            program = many
         except Exception as error:
             cut = [m for m in _marks(program) if m.params["dim"] is not None]
             if cut:
@@ -106,10 +111,15 @@ def check_named(
                     f"that raised {type(error).__name__}: {error}. Take the numbers of rows from "
                     f"shapes, or leave {axis_name!r} out of that spec"
                 ) from error
-            own = program
-        _pair(own, program, few)
+            few.clear()
+            _pair(program, program, few)
         growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m), []), workers)}
-    calls = {mark.params["call"] for mark in _marks(program)}
+    is_in_body = lambda scopes: shard_maps.CUT in scopes or shard_maps.WHOLE in scopes
+    calls = {
+        mark.params["call"]
+        for mark, scopes in compat.scoped(program)
+        if mark.primitive.name == shard_maps.MARK and not is_in_body(scopes)
+    }
     late = set[Any]()
     for _ in range(2):  # of some, JAX has left what a backward pass takes again, and no more
         reading = _RowsOfBatch(axis_name, growing, few, is_loss, late, workers)
@@ -162,7 +172,7 @@ def _what(mark: Any) -> str:
 
 
 def _cut(mark: Any, axis_name: str) -> str:
-    rows = mark.params["rows"]
+    rows = _rows(mark)
     return f"{_what(mark)}, whose {rows} entries a spec cuts over the workers' axis {axis_name!r},"
 
 
@@ -198,14 +208,35 @@ def _pair(few: Jaxpr, many: Jaxpr, pairs: dict[int, list[Any]]) -> bool:
     return len(few.eqns) == len(many.eqns)
 
 
+def _cut_dim(mark: Any) -> int | None:
+    """The dimension that a spec cuts, without what a `vmap` adds."""
+    call, number = mark.params["call"], mark.params["number"]
+    cuts = call.makes if mark.params["verb"] == "makes" else call.takes
+    return cuts[number].dim
+
+
+def _rows(mark: Any) -> int:
+    """The number of elements along what a spec cuts, or of all."""
+    shape, dim = mark.params["shape"], _cut_dim(mark)
+    return math.prod(shape) if dim is None else int(shape[dim])
+
+
+def _is_grown(few: tuple[int, ...], many: tuple[int, ...], dim: int | None, times: int) -> bool:
+    """Whether a shape grows as rows do along what a spec cuts, and nowhere else."""
+    grown = few if dim is None else (*few[:dim], times * few[dim], *few[dim + 1 :])
+    return many == grown
+
+
 def _grows(mark: Any, few: list[Any], times: int) -> bool:
     """Whether what is cut grows as rows do in all calls. What is not cut has to stay as it is."""
     if not few:  # a body may close over other values than with fewer rows
         return bool(mark.params["verb"] == "closes over")
-    own, now = [x.params["rows"] for x in few], mark.params["rows"]
-    if mark.params["dim"] is None:
-        return any(n != now for n in own)
-    return all(now == times * n > 0 for n in own)
+    dim, shape = _cut_dim(mark), mark.params["shape"]
+    if dim is not None and mark.params["verb"] == "makes":  # it may have gathered all rows beside
+        alike = [shape[dim] == times * x.params["shape"][dim] for x in few]
+    else:
+        alike = [_is_grown(x.params["shape"], shape, dim, times) for x in few]
+    return not all(alike) if dim is None else all(alike) and _rows(mark) > 0
 
 
 def _use(call: Any, axis_name: str) -> str:
@@ -291,7 +322,7 @@ class _RowsOfBatch(RowsReading):
             here = place_in_source(self.around or equation)
             self._results[number] = here if is_other else self.join((known, result))
             return inputs
-        self._judge_sum(equation)
+        self._judge_sum(equation, inputs)
         if name == "shard_map":  # or what JAX made of it
             before, self._is_silent = self._is_silent, True
             made = self.program(equation.params["jaxpr"], inputs)
@@ -343,7 +374,9 @@ class _RowsOfBatch(RowsReading):
                 )
             return known
         if params["verb"] != "makes":
-            self._taken.setdefault(call, {})[number] = mark, known
+            taken = self._taken.setdefault(call, {})
+            if not params["derived"] or number not in taken:  # a tangent has no place of its own
+                taken[number] = mark, known
             if is_judged and call.is_named:
                 self._judge(mark, known)
             return known
@@ -369,7 +402,10 @@ class _RowsOfBatch(RowsReading):
 
     def _stacked_by_axes(self, call: Any, taken: Any, number: int, own: Found) -> Found:
         """Where a result has rows that specs without the workers' axis put together."""
-        if not isinstance(own, RowAxis) or own.axis not in call.makes[number].others:
+        others = call.makes[number].others
+        if isinstance(own, _Alike):  # each part is equal along these, and not all of them
+            return _Alike(own.axes - others)
+        if not isinstance(own, RowAxis) or own.axis not in others:
             return own
         cut = [
             x
@@ -385,8 +421,8 @@ class _RowsOfBatch(RowsReading):
         lost = [x for _, x in taken if isinstance(x, str)]
         if lost or not rows:
             return self.join(lost)
-        count = {m.params["rows"] // x.block for m, x in rows}
-        size, where = mark.params["rows"], f"the jax.shard_map at {mark.params['call'].place}"
+        count = {_rows(m) // x.block for m, x in rows}
+        size, where = _rows(mark), f"the jax.shard_map at {mark.params['call'].place}"
         if len(count) > 1 or size % min(count):
             return where
         found = self.join(x._replace(axis=0, block=1) for _, x in rows)
@@ -407,8 +443,15 @@ class _RowsOfBatch(RowsReading):
                     f"inside whose specs name the workers' axis {self._axis_name!r}: what that "
                     "cuts can't be told. Leave the axis out of those specs, or map inside"
                 )
+            if not call.is_named and shard_maps.communicates(body, self._axis_name):
+                self._say(
+                    f"the jax.shard_map at {call.place} is in a jax.vmap, uses the workers' axis "
+                    f"{self._axis_name!r} inside, and its specs do not name that: map inside, or "
+                    "name the axis"
+                )
             known = self.join(x for _, x in taken.values())
-            return ["a jax.vmap" if isinstance(known, RowAxis) else known] * len(body.outvars)
+            lost = "a jax.vmap" if isinstance(known, RowAxis) else known
+            return [lost if isinstance(lost, str) else None] * len(body.outvars)
         given = enumerate((*body.invars, *body.constvars))
         within = lambda i: self._cut_inside(*taken[i]) if i in taken else None
         inputs: dict[Any, Any] = {x: within(i) for i, x in given}
@@ -426,7 +469,7 @@ class _RowsOfBatch(RowsReading):
 
     def _judge(self, mark: Any, known: Found) -> None:
         """Judges an argument of a `shard_map` whose specs name the axis."""
-        call, dim, rows = (mark.params[name] for name in ("call", "dim", "rows"))
+        call, dim, rows = mark.params["call"], mark.params["dim"], _rows(mark)
         grows = id(mark) in self._growing
         if dim is None:
             picked = isinstance(known, RowAxis) or (isinstance(known, str) and rows > 1)
@@ -455,35 +498,38 @@ class _RowsOfBatch(RowsReading):
         call = mark.params["call"]
         fewer = [x.params["call"] for x in self._few.get(id(mark), [])]
         for i in numbers:
-            own, now = [x.sizes[i] for x in fewer if i < len(x.sizes)], call.sizes[i]
-            is_cut = call.takes[i].dim is not None
-            times = self._workers if is_cut else 1
-            if any(now != times * n for n in own) or (is_cut and not own):
+            dim, now = call.takes[i].dim, call.shapes[i]
+            own = [x.shapes[i] for x in fewer if i < len(x.shapes)]
+            is_right = all(_is_grown(shape, now, dim, self._workers) for shape in own)
+            if not is_right or (dim is not None and not own):
                 self._say(
-                    f"the jax.shard_map at {call.place} takes a value of {now} elements, which "
-                    + ("a spec cuts over" if is_cut else "no spec cuts over")
+                    f"the jax.shard_map at {call.place} takes a value of shape {now}, which "
+                    + ("a spec cuts over" if dim is not None else "no spec cuts over")
                     + f" the workers' axis {self._axis_name!r}, for its size. Under jax.jit that "
                     "is another one: name the axis for rows of a batch alone, and for all of them"
                 )
 
-    def _judge_sum(self, equation: Any) -> None:
+    def _judge_sum(self, equation: Any, inputs: list[Any]) -> None:
         """Judges a sum over workers in a body whose specs do not name the axis.
 
         Under `jax.jit` all devices have the same rows there, which a mean leaves as they are.
         """
-        name, few = equation.primitive.name, self._few.get(id(equation), [])
-        is_sum = name in _SUMMED & {*compat.OPCODES} and bool(self._bodies)
-        if not is_sum or any(call.is_named for call in self._bodies):
+        if not (equation.primitive.name in _SUMMED and equation.primitive.name in compat.OPCODES):
             return
-        shapes = lambda e: [_shape_of(x) for x in compat.inputs_of(e)]
+        # A rule of a derivative is not in the body as it was written.
+        is_rule = "forward" in (kind for kind, _ in ranks.RULE.findall(self.scopes))
+        is_whole = shard_maps.WHOLE in self.scopes and shard_maps.CUT not in self.scopes
+        is_read = bool(self._bodies) and not any(call.is_named for call in self._bodies)
+        is_own = any(isinstance(x, RowAxis | str) for x in inputs)
         is_over = self._axis_name in compat.axes_of(equation.params)
-        if is_over and any(shapes(x) != shapes(equation) for x in few):
-            self._say(
-                f"the {name} at {compat.place_of(equation)} goes over the workers' axis "
-                f"{self._axis_name!r}, and over what grows with the batch, in the jax.shard_map at "
-                f"{self._bodies[-1].place}, whose specs do not name that axis. Under jax.jit all "
-                "devices have the same rows there, and here each worker has its own: name the axis "
-                "in in_specs and out_specs, leave it out of the sum, or sum statistics of rows"
+        if is_over and is_own and ((is_read and not self._is_silent) or (is_rule and is_whole)):
+            where = compat.place_and_call(self.around or equation)
+            self.refusals.append(
+                f"the {equation.primitive.name} at {where} goes over the workers' axis "
+                f"{self._axis_name!r} and over rows of a batch, or what may be such, in a "
+                "jax.shard_map whose specs do not name that axis. Under jax.jit all devices have "
+                "the same rows there, and here each worker has its own: name the axis in in_specs "
+                "and out_specs, leave it out of the sum, or sum statistics of all rows"
             )
 
     def refuse_lost(self, calls: Iterable[Any], marks: Iterable[Any]) -> None:
@@ -576,6 +622,8 @@ def _alike_along(equation: Any, shapes: list[Any], own: list[frozenset[int]]) ->
     name, params = equation.primitive.name, equation.params
     rule = MOVES.get(name) or ALONG.get(name)
     if rule is None or (len(own) > 1 and name not in ("dot_general", "gather")):
+        return None
+    if name == "gather" and params["dimension_numbers"].operand_batching_dims:
         return None
     moved = set[int | None]()
     for side, axis in ((i, axis) for i, axes in enumerate(own) for axis in axes):

@@ -19,7 +19,7 @@ from jaxsparse.feedback.axes import MOVES, ONE_BY_ONE, OTHERS
 # none.
 _OWN, _RANKED, _KEYED = 1, 2, 4
 _WHOLE = re.compile(shard_maps.WHOLE + r"_(\d+)")
-DRAWN = ("random_", "threefry")
+DRAWN = ("random_bits", "random_fold_in", "random_seed", "random_split", "random_wrap", "threefry")
 # The scopes of rules of custom derivatives.
 RULE = re.compile(shard_maps.SCOPE + r"_(forward|backward|tangent)_(\d+)")
 
