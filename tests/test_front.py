@@ -97,6 +97,7 @@ def clipped(grad):
 
 TENTH = np.eye(3, dtype=np.float32) + 0.1
 # What is no worker's own any more.
+LOGARITHMS = optax.stateless(lambda grads, _: jax.tree.map(jnp.log, grads))
 MIXED = {
     "norm": by(optax.clip_by_global_norm(0.5)),
     "norm of a leaf": by(optax.clip_by_block_rms(0.5)),
@@ -297,6 +298,12 @@ MIXED |= {
     "all have roots": each(lambda x: jnp.where(jnp.isnan(jnp.sqrt(x)).any(), 2 * x, x)),
     "none is 0": each(lambda x: jnp.where(jnp.isnan(x * jnp.inf).any(), 2 * x, x)),
     "quotients": each(lambda x: jnp.where(jnp.isfinite(1 / x).all(), x, 2 * x)),
+    "none is 0, by a quotient": each(lambda x: jnp.where(jnp.isnan(x / 0.0).any(), 2 * x, x)),
+    "finite behind per_worker": lambda g: jax.tree.map(
+        lambda x, y: jnp.where(jnp.isfinite(y).all(), y, x),
+        g,
+        by(jaxsparse.per_worker(LOGARITHMS, workers=WORKERS))(g),
+    ),
     "joined": lambda g: {**g, "w": jnp.concatenate([g["w"], g["w"]], 1).reshape(-1, 5, 8)[..., :4]},
 }
 
@@ -331,6 +338,53 @@ def test_code_that_is_trusted_takes_no_micro_batches():
     exchanged(each(cast))
     with pytest.raises(ValueError, match="In front of the exchange, the reduce_sum at"):
         exchanged(each(lambda x: cast(x) / jnp.sum(cast(x))))
+
+
+@pytest.mark.parametrize("place", ["params", "state"])
+def test_a_norm_of_all_rows_beside_gradients_is_refused(place):
+    """As what a per_worker scales by."""
+    inside = optax.GradientTransformation(
+        lambda params: jnp.ones(()),
+        lambda grads, state, params: (each(lambda g: g / (state + params["b"][0]))(grads), state),
+    )
+    tx = jaxsparse.per_worker(inside, workers=WORKERS)
+
+    def front(grads):
+        norm = optax.tree.norm(grads)
+        params, state = START, tx.init(START)
+        if place == "params":
+            params = each(lambda p: p * norm)(params)
+        else:
+            state = jax.tree.map(lambda x: x * norm, state)
+        return tx.update(grads, state, params)[0]
+
+    with pytest.raises(ValueError, match=r"In front of the exchange, the reduce_sum .* a state of"):
+        exchanged(front)
+
+
+def if_all_are_finite(grads):
+    return jax.tree.map(lambda g: jnp.where(jnp.isfinite(g).all(), g, 0), grads)
+
+
+def added_to_zeros(params, x):
+    add = lambda total, part: (jax.tree.map(jnp.add, total, ROWS(params, part)), None)
+    zeros = each(lambda p: jnp.zeros((WORKERS, *p.shape)))(params)
+    total = jax.lax.scan(add, zeros, x.reshape(2, -1, 5))[0]
+    return if_all_are_finite(each(lambda g: g / 2)(total))
+
+
+def means_of_sums(params, x):
+    sums = jaxsparse.grad(
+        lambda p, x: (loss_of(p, x) * len(x), 1.0 * len(x)), has_aux=True, workers=WORKERS
+    )
+    return if_all_are_finite(jaxsparse.mean_of(*sums(params, x)))
+
+
+@pytest.mark.parametrize("grads_of", [added_to_zeros, means_of_sums])
+def test_sums_and_means_may_be_asked_whether_they_are_finite(grads_of):
+    expected = jax.grad(loss_of)(START, INPUTS)
+    found = exchanged(lambda g: g, grads_of)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), found, expected)
 
 
 def test_rows_along_another_axis_are_refused_where_they_were_moved():

@@ -17,13 +17,14 @@ class RowAxis(NamedTuple):
 
     Blocks are longer than 1 where an axis was joined with others, as by `x.reshape(-1, n)`. There
     may be groups of rows, each along the next axis, a part of the rows, or all of them again and
-    again, as in tokens by time (`order`). In front of an exchange those that are a "gradient" are
-    finite where it is, but for overflow, and those that are "finite" tell whether it is.
+    again, as in tokens by time (`order`). In front of an exchange, those of a "gradient" are finite
+    where that is, but for overflow, "scaled" ones are so by finite factors, or are nowhere, and
+    "finite" ones tell whether it is.
     """
 
     axis: int
     block: int
-    order: Literal["all", "grouped", "part", "again", "gradient", "finite"] = "all"
+    order: Literal["all", "grouped", "part", "again", "gradient", "scaled", "finite"] = "all"
 
 
 # What is known of a value: its axis of rows, or None, if nothing with rows is in it. A string is

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, Literal
 from jax.interpreters import ad
@@ -51,19 +50,19 @@ _FIRST = RowAxis(0, 1)
 
 # Marks gradients, with their axis of rows, which another one precedes where a step is mapped.
 _mark = shard_maps.identity(GRADIENT, lambda aval, **_: aval)
-ad.deflinear2(_mark, lambda ct, _, *, of_rows: [_mark.bind(ct, of_rows=of_rows)])
+ad.deflinear2(_mark, lambda ct, _, **params: [_mark.bind(ct, **params)])
 
 
-def _batched_mark(args: Any, dims: Any, *, of_rows: int, spmd_axes: Any) -> Any:
-    return _mark.bind(args[0], of_rows=of_rows + (dims[0] <= of_rows)), dims[0]
+def _batched_mark(args: Any, dims: Any, *, of_rows: int, order: str, spmd_axes: Any) -> Any:
+    return _mark.bind(args[0], of_rows=of_rows + (dims[0] <= of_rows), order=order), dims[0]
 
 
 compat.set_rule_of_vmap(_mark, _batched_mark)
 
 
-def marked(gradients: Any) -> Any:
-    """Gradients with a row for each worker, marked as such while a step is traced."""
-    return jax.tree.map(lambda x: _mark.bind(x, of_rows=_FIRST.axis), gradients)
+def marked(rows: Any, order: str = "gradient") -> Any:
+    """Gradients with a row for each worker, or what was made of them, marked while traced."""
+    return jax.tree.map(lambda x: _mark.bind(x, of_rows=_FIRST.axis, order=order), rows)
 
 
 def means_in_check(updates: Any, has_momentum: bool = False) -> Any:
@@ -73,10 +72,11 @@ def means_in_check(updates: Any, has_momentum: bool = False) -> Any:
         return jax.tree.map(lambda x: checkpoint_name(x[0], name), updates)
 
 
-def check_front(updates: Any, params: Any = None) -> None:
+def check_front(updates: Any, params: Any = None, state: Any = None) -> None:
     """Raises ValueError if rows of gradients do not reach this place as they were marked.
 
-    It warns where a state that fades, in the shape of a parameter, is added to all rows.
+    Nor may what mixes them be among parameters or states. It warns where a state that fades, in the
+    shape of a parameter, is added to all rows.
     """
     leaves = tree_leaves_with_path(updates)
     # Where a whole step is mapped or differentiated, rows have another axis.
@@ -92,6 +92,12 @@ def check_front(updates: Any, params: Any = None) -> None:
             rows = place_in_source(made[compat.variable(x)])
         if isinstance(rows, str):
             raise ValueError(refusal(rows, f"gradient{keystr(path)}"))
+    beside = [compat.under(x, 0)[0] for x in jax.tree.leaves((params, state))]
+    of_others = _Front()
+    known = of_others.read(compat.made_by(beside, _is_mark), {})
+    mixed = [of_others.of(known, compat.variable(x)) for x in beside]
+    if places := [x for x in (*found.places, *of_others.places, *mixed) if isinstance(x, str)]:
+        raise ValueError(refusal(min(places), "parameters or a state of them"))
     if params is None:
         return
     own = [compat.under(x, 0)[0] for x in jax.tree.leaves(params)]
@@ -152,26 +158,35 @@ def _is_joined(known: Known) -> bool:
     return known.axis < 0 or known.block > 1 or known.order in ("grouped", "part", "again")
 
 
-# What is finite where the gradients are that it is given, besides `mul` and `div` by other values.
+# What is finite where the gradients are that it is given, beside other values. JAX's select_n picks
+# by these alone.
 _AS_FINITE = {
-    "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "name", "neg", "pvary",
-    "reduce_sum", "reshape", "sharding_constraint", "squeeze", "stack", "sub", "transpose",
-    *ONE_BY_ONE,
+    "abs", "add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "copy", "max", "min",
+    "name", "neg", "pvary", "reduce_sum", "reshape", "select_n", "sharding_constraint", "squeeze",
+    "stack", "sub", "transpose", *ONE_BY_ONE,
 }  # fmt: skip
 
 
-def _keeps_finite(equation: Any, inputs: list[Known]) -> bool:
-    """Whether results are finite where gradients are, which stand among the operands."""
+def _order_of(equation: Any, inputs: list[Known]) -> Any:
+    """The order of what is made of rows that are gradients, beside other values."""
     name, given = equation.primitive.name, compat.inputs_of(equation)
+    orders = {x.order for x in inputs if isinstance(x, RowAxis)}
+    if orders == {"finite"}:
+        return "finite"
+    if not orders <= {"gradient", "scaled"} or (name == "select_n" and inputs[0] is not None):
+        return "all"
+    order = "scaled" if "scaled" in orders else "gradient"
     if name in _AS_FINITE:
-        return None not in inputs
+        return order
     if name == "convert_element_type":
         most = lambda x: float(jnp.finfo(x.aval.dtype).max)
-        is_float = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
-        return is_float and most(equation.outvars[0]) >= most(given[0])
-    is_off = lambda x: isinstance(x, Literal) and not np.isfinite(x.val).all()
+        types = [x.aval.dtype for x in (*given, *equation.outvars)]
+        is_float = all(jnp.issubdtype(each, jnp.floating) for each in types)
+        is_as_wide = is_float and most(equation.outvars[0]) >= 0.99 * most(given[0])  # or bfloat16
+        return order if is_as_wide else "all"
+    # A factor that is 0 or not finite makes NaN of some entries.
     is_scaled = name == "mul" or (name == "div" and inputs[1] is None)
-    return is_scaled and None in inputs and not any(map(is_off, given))
+    return "scaled" if is_scaled and None in inputs else "all"
 
 
 class _Front(RowsReading):
@@ -217,25 +232,27 @@ class _Front(RowsReading):
         if _is_mark(equation):
             (x,), axis = compat.inputs_of(equation), equation.params["of_rows"]
             self.workers = x.aval.shape[axis]
-            return [TRUSTED if self.workers == 1 else RowAxis(axis, 1, "gradient")]
+            return [TRUSTED if self.workers == 1 else RowAxis(axis, 1, equation.params["order"])]
         orders = {x.order for x in inputs if isinstance(x, RowAxis)}
-        if orders == {"gradient"} and self._asks(equation):
+        if self._asks(equation, orders):
             return [x._replace(order="finite") for x in inputs[:1] if isinstance(x, RowAxis)]
         if orders == {"finite"} and self._asks_of_all(equation, inputs[0]):
             return [None]
         before = [x._replace(order="all") if isinstance(x, RowAxis) else x for x in inputs]
         found = super().operation(equation, before)
         if TRUSTED in found and TRUSTED not in before:
-            return [self._left_by_trusted(before, x.aval, place) for x in made]
-        keeps = orders == {"finite"} or (orders == {"gradient"} and _keeps_finite(equation, inputs))
-        order: Any = min(orders) if keeps else "all"
+            specs = equation.params.get("out_specs", [None] * len(made))
+            return [self._left(before, x.aval, spec, place) for x, spec in zip(made, specs)]
+        order = _order_of(equation, inputs)
         kept = lambda x: x._replace(order=order) if isinstance(x, RowAxis) and x != TRUSTED else x
         return [place if _is_joined(x) else kept(x) for x in found]
 
-    def _asks(self, equation: Any) -> bool:
-        """Whether it tells of each entry whether it is finite, or a number."""
+    def _asks(self, equation: Any, orders: set[Any]) -> bool:
+        """Whether it tells of each entry whether it is finite, or, of gradients, a number."""
         name, given = equation.primitive.name, compat.inputs_of(equation)
-        return name == "is_finite" or (name in ("eq", "ne") and given[0] is given[1])
+        is_number = name in ("eq", "ne") and given[0] is given[1] and orders == {"gradient"}
+        is_finite = name == "is_finite" and bool(orders) and orders <= {"gradient", "scaled"}
+        return is_finite or is_number
 
     def _asks_of_all(self, equation: Any, known: Known) -> bool:
         """Whether it tells of all rows whether all are finite. A number of entries would not do."""
@@ -246,8 +263,10 @@ class _Front(RowsReading):
         behind = {*range(known.axis, len(x.aval.shape))}
         return x.aval.dtype == bool and behind <= {*equation.params["axes"]}
 
-    def _left_by_trusted(self, inputs: list[Known], made: Any, place: str) -> Known:
-        """What trusted code makes has rows in front, where it has as many as there are workers."""
+    def _left(self, inputs: list[Known], made: Any, spec: Any, place: str) -> Known:
+        """Where trusted code leaves rows: in front, if it has as many as there are workers."""
         if any(isinstance(x, RowAxis) and x != _FIRST for x in inputs):
             return place  # micro-batches, or the axis of a jax.vmap, stand in front of them
-        return _FIRST if getattr(made, "shape", ())[:1] == (self.workers,) else None
+        if getattr(made, "shape", ())[:1] == (self.workers,):
+            return _FIRST
+        return place if any(spec or ()) else None  # a shard_map that leaves them elsewhere

@@ -171,7 +171,7 @@ def check_rows(updates: Any, state: Any, found: Workers, params: Any = None) -> 
                 "jaxsparse.reshard(state, mesh)"
             )
     if workers > 1 and RUNNING.get() is None:  # or `jaxsparse.check` reads the whole chain
-        check_front(updates, params)
+        check_front(updates, params, state)
 
 
 def check_extra_args(updates: Any, extra_args: Mapping[str, Any]) -> None:

@@ -148,7 +148,7 @@ def per_worker(
             of_batch = [False] * len(is_split)
             on_rows = on_workers(each, found, is_split, of_batch, lambda program: None)
             (delivered, after), _ = on_rows(*own, *equal)
-        return marked(delivered), jax.tree.map(PerWorker, after)
+        return marked(delivered, "all"), jax.tree.map(PerWorker, after)
 
     def one(
         updates: Any, before: Any, params: Any, extra_args: dict[str, Any], ok: Bool[Array, ""]
