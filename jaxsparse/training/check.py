@@ -103,7 +103,7 @@ def check_loss(
         args: what else `fun` takes, first the batch.
         has_aux: whether `fun` returns a pair of the loss and auxiliary output.
         tolerance: how far gradients may differ, over the largest element of each leaf.
-        options: of `jaxsparse.value_and_grad`, as `mesh`. None: `workers=8`.
+        options: of `jaxsparse.value_and_grad`. Without `mesh`, `workers` is 8 if not given.
 
     Raises:
         ValueError: names a leaf, how far it is off, and what that means.
@@ -114,7 +114,8 @@ def check_loss(
         ...
         ValueError: the mean gradient of 8 workers is 0.125 times that of the whole batch ...
     """
-    own = gradients.grad(fun, has_aux=has_aux, **(options or {"workers": 8}))
+    given = options if "mesh" in options else {"workers": 8} | options
+    own = gradients.grad(fun, has_aux=has_aux, **given)
     rows, whole = own(params, *args), jax.grad(fun, has_aux=has_aux)(params, *args)
     rows, whole = (rows[0], whole[0]) if has_aux else (rows, whole)
     workers = jax.tree.leaves(rows)[0].shape[0]
