@@ -24,7 +24,7 @@ from jaxsparse.comm.shards import Plain, whole_leaves
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.comm.workers import Workers
 from jaxsparse.feedback.front import marked
-from jaxsparse.training import named_axes, one_worker, ranks
+from jaxsparse.training import bodies, named_axes, one_worker, ranks
 from jaxsparse.training.batches import (
     check_argnums,
     check_closed_over,
@@ -266,13 +266,14 @@ def on_workers(
             program: Jaxpr, again: Callable[[Sequence[Any]], ClosedJaxpr], is_loss: bool = False
         ) -> None:
             check(program)
-            named_axes.check_sums(program, axis_name)
+            bodies.check_sums(program, axis_name)
             if count > 1:  # else nothing is cut
-                named_axes.check_traced_before(program, axis_name)
+                bodies.check_traced_before(program, axis_name)
+                bodies.check_rules_of_vmap(program, axis_name)
                 is_own = is_split if has_own_branches else of_batch
                 ranks.check_branches(program, is_own, axis_name)
                 ranks.check_unnamed(program, is_split, axis_name)
-                named_axes.check_inner(program, axis_name, is_loss)
+                bodies.check_inner(program, axis_name, is_loss)
                 is_last = is_loss or loss is None
                 named_axes.check_named(
                     program, of_batch, axis_name, count, types, again, is_loss, is_last
@@ -285,7 +286,7 @@ def on_workers(
         if loss is not None and shard_maps.calls_in(program.jaxpr):
             # Of an inner gradient JAX drops, in that of the loss, what nothing needs.
             whole = functools.partial(trace, functools.partial(flat, loss))
-            if named_axes.has_derivatives(of_loss := whole(types).jaxpr):
+            if bodies.has_derivatives(of_loss := whole(types).jaxpr):
                 judge(of_loss, whole, is_loss=True)
         return program, tree
 
@@ -304,7 +305,7 @@ def on_workers(
 
         program, tree = traced(trace, [*map(jax.typeof, leaves)])
         if workers.is_explicit:
-            named_axes.check_explicit(program.jaxpr, axis_name)
+            bodies.check_explicit(program.jaxpr, axis_name)
         program = rewritten(program, axis_name, mesh, count, False, bool(inner))
         known = {id(x): own for x, own in zip(closed, inside)}
         consts = [known.get(id(x), x) for x in program.consts]
