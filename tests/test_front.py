@@ -326,7 +326,7 @@ def test_a_norm_behind_micro_batches_at_once_is_refused(parts):
 
 def test_code_that_is_trusted_takes_no_micro_batches():
     """Where they stand in front, its rows can't be found again."""
-    where = jax.make_mesh((WORKERS,), ("workers",), devices=jax.devices()[:WORKERS])
+    where = mesh(WORKERS)
     cast = jax.shard_map(jnp.negative, mesh=where, in_specs=P(), out_specs=P(), check_vma=False)
 
     def stacked_and_cast(params, x):
