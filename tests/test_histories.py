@@ -65,8 +65,8 @@ def counted_is_owed_still(patch, programs):
     right = programs.outer_step
 
     def outer_step(messages, weights, begun, before, part):
-        after, ok = right(messages, weights, begun, before, part)
-        return arithmetic.with_own(after, programs.owed(begun, before, part=part)), ok
+        after, *told = right(messages, weights, begun, before, part)
+        return arithmetic.with_own(after, programs.owed(begun, before, part=part)), *told
 
     patch(programs, "outer_step", outer_step)
 
