@@ -109,7 +109,7 @@ def test_exchanges_of_other_settings_are_named():
 
     def lines(name, before=1.0, behind=1.0):
         exchange = Quantized(Format(name), rounding="nearest")
-        reduce = lambda x: exchange(x.reshape(-1), (), axis_name="data").mean
+        reduce = lambda x: exchange.pmean(x.reshape(-1), (), "data").mean
         step = lambda state, batch: reduce(batch * jnp.float32(before)) * jnp.float32(behind)
         return ["step", *digested(step, STATE, jnp.ones((4, 1024))).lines()]
 

@@ -327,17 +327,20 @@ def test_a_norm_behind_micro_batches_at_once_is_refused(parts):
 def test_code_that_is_trusted_takes_no_micro_batches():
     """Where they stand in front, its rows can't be found again."""
     where = mesh(WORKERS)
-    cast = jax.shard_map(jnp.negative, mesh=where, in_specs=P(), out_specs=P(), check_vma=False)
+    cut = lambda spec: jax.shard_map(jnp.negative, mesh=where, in_specs=spec, out_specs=spec)
+    cast = cut(P("data"))
 
     def stacked_and_cast(params, x):
         found = jax.lax.map(lambda part: ROWS(params, part), x.reshape(2, -1, 5))
-        return jax.tree.map(lambda g: cast(g).mean(0), found)
+        return jax.tree.map(lambda g: cut(P(None, "data"))(g).mean(0), found)
 
     with pytest.raises(ValueError, match="In front of the exchange, the shard_map at"):
         exchanged(lambda g: g, stacked_and_cast)
     exchanged(each(cast))
     with pytest.raises(ValueError, match="In front of the exchange, the reduce_sum at"):
         exchanged(each(lambda x: cast(x) / jnp.sum(cast(x))))
+    with pytest.raises(ValueError, match="In front of the exchange, the shard_map at"):
+        exchanged(each(cut(P())))  # each device has all rows
 
 
 @pytest.mark.parametrize("place", ["params", "state"])

@@ -42,6 +42,9 @@ REFUSED = {
 OF_UNNAMED = dict.fromkeys(
     ("workers_in_a_jit", "index_of_worker_inside"),
     r"forms.py:\d+.* uses the worker's number in the jax.shard_map at .*forms.py:\d+",
+) | dict.fromkeys(
+    ("mean_of_workers_inside", "loss_inside"),
+    r"forms.py:\d+.* sums what is of a batch in the jax.shard_map at .*forms.py:\d+",
 )
 OF_SIMULATED = {
     **dict.fromkeys(FORMS, r"shard_map at .*forms.py:\d+.* give it check_vma=False"),
@@ -1027,7 +1030,8 @@ def test_rows_that_a_body_picks_by_its_number(pick, around):
     split = jax.shard_map(mean, mesh=where, in_specs=P(), out_specs=P(), check_vma=False)
     both = lambda h: jax.vmap(split, in_axes=2)(jnp.stack([h, jnp.sin(h)], 2)).sum()
     loss = lambda w, x: (both if around == "map" else split)(x @ w["a"])
-    words = r"uses the worker's number in the jax.shard_map at .*losses.py:\d+.*do not name"
+    uses = "uses the worker's number|sums what is of a batch"
+    words = rf"({uses}) in the jax.shard_map at .*losses.py:\d+.*do not name"
     with pytest.raises(ValueError, match=words):
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
@@ -1271,9 +1275,9 @@ def weights_in_a_shape_of_rows(w, x):
 
 
 HIDDEN = {
-    rows_summed_one_by_one: "and over rows of a batch, or what may be such",
-    rows_summed_in_a_vmap: "is in a jax.vmap, uses the workers' axis",
-    rows_summed_in_a_forward_rule: "and over rows of a batch, or what may be such",
+    rows_summed_one_by_one: "sums what is of a batch",
+    rows_summed_in_a_vmap: "sums what is of a batch",
+    rows_summed_in_a_forward_rule: "sums what is of a batch",
     taken_along_equal_tables: "are no rows of a batch",
     drawn_by_positions: "are no rows of a batch",
     equal_parts_of_tp: "are no rows of a batch",
@@ -1284,7 +1288,7 @@ HIDDEN = {
     number_of_rows_in_a_checkpoint: "for its size",
     width_of_cut_weights_in_a_scan: "for its size",
     gradient_of_a_custom_energy_in_a_forward_rule: "the loss takes a gradient inside",
-    rows_summed_in_an_unnamed_body: "and over rows of a batch, or what may be such",
+    rows_summed_in_an_unnamed_body: "sums what is of a batch",
     sum_in_a_force: "the loss takes a gradient inside",
     force_of_a_mean: "the loss takes a gradient inside",
     force_of_a_mean_on_rows: "the loss takes a gradient inside",

@@ -15,10 +15,11 @@ a `jax.shard_map`, which was written for rows.
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, Literal
 from jax.interpreters import ad
@@ -44,6 +45,7 @@ from jaxsparse.feedback.mixtures import (
     Mixtures,
 )
 
+T = TypeVar("T")
 # Where rows are as `value_and_grad` makes them, and an exchange takes them.
 _FIRST = RowAxis(0, 1)
 
@@ -58,11 +60,22 @@ def _batched_mark(args: Any, dims: Any, *, of_rows: int, order: str, spmd_axes: 
 
 
 compat.set_rule_of_vmap(_mark, _batched_mark)
+# Marks what exchanges return, in front of which nothing is looked at.
+_delivered = shard_maps.identity(DELIVERED := "jaxsparse_delivered", lambda aval, **_: aval)
+ad.deflinear2(_delivered, lambda ct, _: [ct])
 
 
 def marked(rows: Any, order: str = "gradient") -> Any:
     """Gradients with a row for each worker, or what was made of them, marked while traced."""
     return jax.tree.map(lambda x: _mark.bind(x, of_rows=_FIRST.axis, order=order), rows)
+
+
+def returned_by_exchange(returned: T) -> T:
+    """What an exchange returns, whose rows and means are not those of gradients any more."""
+    is_known = lambda x: (
+        isinstance(x, jax.core.Tracer) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    )
+    return jax.tree.map(lambda x: _delivered.bind(x) if is_known(x) else x, returned)
 
 
 def means_in_check(updates: Any, has_momentum: bool = False) -> Any:
@@ -93,7 +106,7 @@ def check_front(updates: Any, params: Any = None, state: Any = None) -> None:
         if isinstance(rows, str):
             raise ValueError(refusal(rows, f"gradient{keystr(path)}"))
     beside = [compat.under(x, 0)[0] for x in jax.tree.leaves((params, state))]
-    of_others = _Front()
+    of_others = _Front(reads_references=False)
     known = of_others.read(compat.made_by(beside, _is_mark), {})
     mixed = [of_others.of(known, compat.variable(x)) for x in beside]
     if places := [x for x in (*found.places, *of_others.places, *mixed) if isinstance(x, str)]:
@@ -148,7 +161,9 @@ def refusal(what: str, name: str = "gradients") -> str:
 
 
 def _is_mark(equation: Any) -> bool:
-    return bool(equation.primitive.name == GRADIENT)
+    """Whether nothing is looked at in front of an equation."""
+    name = equation.primitive.name
+    return name == DELIVERED or (name == GRADIENT and equation.params["order"] == "gradient")
 
 
 def _is_joined(known: Known) -> bool:
@@ -177,7 +192,7 @@ def _order_of(equation: Any, inputs: list[Known]) -> Any:
         return "all"
     order = "scaled" if "scaled" in orders else "gradient"
     if name in _AS_FINITE:
-        return order
+        return "all" if order == "scaled" and name in ("clamp", "max", "min") else order
     if name == "convert_element_type":
         most = lambda x: float(jnp.finfo(x.aval.dtype).max)
         types = [x.aval.dtype for x in (*given, *equation.outvars)]
@@ -192,8 +207,9 @@ def _order_of(equation: Any, inputs: list[Known]) -> Any:
 class _Front(RowsReading):
     """Where gradients have their rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads_references: bool = True) -> None:
         super().__init__()
+        self._reads_references = reads_references
         self.places = list[str]()  # of what mixes, in front of an exchange
         self.workers = 0
 
@@ -226,10 +242,12 @@ class _Front(RowsReading):
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         place, made = place_in_source(self.around or equation), equation.outvars
+        if equation.primitive.name == DELIVERED:
+            return [None]
         if any(map(compat.is_reference, equation.invars)):
             # What wrote to it need not be among the equations that made its value.
-            return [place] * len(made)
-        if _is_mark(equation):
+            return [place if self._reads_references else None] * len(made)
+        if equation.primitive.name == GRADIENT:
             (x,), axis = compat.inputs_of(equation), equation.params["of_rows"]
             self.workers = x.aval.shape[axis]
             return [TRUSTED if self.workers == 1 else RowAxis(axis, 1, equation.params["order"])]
@@ -241,8 +259,7 @@ class _Front(RowsReading):
         before = [x._replace(order="all") if isinstance(x, RowAxis) else x for x in inputs]
         found = super().operation(equation, before)
         if TRUSTED in found and TRUSTED not in before:
-            specs = equation.params.get("out_specs", [None] * len(made))
-            return [self._left(before, x.aval, spec, place) for x, spec in zip(made, specs)]
+            return self._left(equation, before, place)
         order = _order_of(equation, inputs)
         kept = lambda x: x._replace(order=order) if isinstance(x, RowAxis) and x != TRUSTED else x
         return [place if _is_joined(x) else kept(x) for x in found]
@@ -250,9 +267,11 @@ class _Front(RowsReading):
     def _asks(self, equation: Any, orders: set[Any]) -> bool:
         """Whether it tells of each entry whether it is finite, or, of gradients, a number."""
         name, given = equation.primitive.name, compat.inputs_of(equation)
-        is_number = name in ("eq", "ne") and given[0] is given[1] and orders == {"gradient"}
-        is_finite = name == "is_finite" and bool(orders) and orders <= {"gradient", "scaled"}
-        return is_finite or is_number
+        if name == "is_finite":
+            return bool(orders) and orders <= {"gradient", "scaled"}
+        is_infinite = lambda x: isinstance(x, Literal) and np.isinf(x.val).all()
+        is_asked = name in ("eq", "ne") and (given[0] is given[1] or is_infinite(given[1]))
+        return is_asked and orders == {"gradient"}
 
     def _asks_of_all(self, equation: Any, known: Known) -> bool:
         """Whether it tells of all rows whether all are finite. A number of entries would not do."""
@@ -263,10 +282,22 @@ class _Front(RowsReading):
         behind = {*range(known.axis, len(x.aval.shape))}
         return x.aval.dtype == bool and behind <= {*equation.params["axes"]}
 
-    def _left(self, inputs: list[Known], made: Any, spec: Any, place: str) -> Known:
-        """Where trusted code leaves rows: in front, if it has as many as there are workers."""
+    def _left(self, equation: Any, inputs: list[Known], place: str) -> list[Known]:
+        """Where trusted code leaves rows: in front, if it has as many as there are workers.
+
+        It has to be given them there. A shard_map has to cut them, and to leave them there, if any.
+        """
+        made, specs = equation.outvars, equation.params.get("out_specs")
         if any(isinstance(x, RowAxis) and x != _FIRST for x in inputs):
-            return place  # micro-batches, or the axis of a jax.vmap, stand in front of them
-        if getattr(made, "shape", ())[:1] == (self.workers,):
-            return _FIRST
-        return place if any(spec or ()) else None  # a shard_map that leaves them elsewhere
+            return [place] * len(made)  # micro-batches, or the axis of a jax.vmap, stand in front
+        is_first = [getattr(x.aval, "shape", ())[:1] == (self.workers,) for x in made]
+        if specs is None:
+            return [_FIRST if yes else None for yes in is_first]
+        cuts_rows = lambda spec: bool(spec) and spec[0] is not None
+        given = zip(inputs, equation.params["in_specs"])
+        if not all(cuts_rows(spec) for x, spec in given if isinstance(x, RowAxis)):
+            return [place] * len(made)
+        where = lambda yes, spec: (
+            (_FIRST if yes else place) if cuts_rows(spec) else place if any(spec) else None
+        )
+        return [where(yes, spec) for yes, spec in zip(is_first, specs)]

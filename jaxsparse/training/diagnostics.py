@@ -29,7 +29,7 @@ class Diagnostics(NamedTuple):
     # steps don't count, here and in `overflow`.
     delivered_share: Float[Array, ""] | None  # the same over all coordinates; None without updates
     # Share of them that are 0 in the updates, lost to what stands behind the exchange, as frozen
-    # leaves are. 0 where none of them moves; None without updates.
+    # leaves are; None without updates. 1 in a skipped step, and where a delay delivers nothing yet.
     dropped_share: Float[Array, ""] | None
     overflow: Int[Array, ""]  # int32: number of entries without room in the last step's messages
     skipped: Int[Array, ""]  # int32: number of steps skipped because something was not finite
@@ -99,13 +99,9 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
 
 
 def _dropped(updates: list[Any], delivered: Int[Array, ""]) -> Float[Array, ""]:
-    """The share of delivered coordinates that are too many for those of the updates that move.
-
-    Where nothing moves, the step was skipped, or its rate is 0, and nothing is known.
-    """
-    moved = count_moved(updates)
-    lost = jnp.maximum(delivered - moved, 0).astype(jnp.float32)
-    return jnp.where(moved == 0, 0, lost / jnp.maximum(delivered, 1).astype(jnp.float32))
+    """The share of delivered coordinates that are too many for those of the updates that move."""
+    lost = jnp.maximum(delivered - count_moved(updates), 0).astype(jnp.float32)
+    return lost / jnp.maximum(delivered, 1).astype(jnp.float32)
 
 
 def _norms(groups: list[list[Any]], axis_name: str | None) -> Float[Array, " groups"]:

@@ -26,7 +26,7 @@ from jaxsparse.feedback.axes import (
     place_in_source,
 )
 from jaxsparse.training import ranks
-from jaxsparse.training.bodies import INNER, NONE, RANK, SUMMED, use_of
+from jaxsparse.training.bodies import INNER, RANK, SUMMED, use_of
 
 
 class _Alike(NamedTuple):
@@ -73,7 +73,7 @@ def check_named(
     calls = {mark.params["call"] for mark in _marks(program)}
     if not calls:
         return
-    if not any(c.is_named or use_of(c, axis_name) != NONE for c in calls):
+    if not any(c.is_named or use_of(c, axis_name) == RANK for c in calls):
         return
     growing, few = set[int](), dict[int, list[Any]]()
     if any(of_batch):
@@ -244,7 +244,6 @@ class _RowsOfBatch(RowsReading):
         super().__init__()
         self._is_loss, self._late, self._workers = is_loss, late, workers
         self.judged = set[Any]()  # calls
-        self._bodies = list[Any]()  # the calls whose bodies are read
         self._few = few  # equations of one worker's rows, by those of all
         self.refusals = list[str]()
         self._axis_name, self._growing = axis_name, growing
@@ -288,7 +287,6 @@ class _RowsOfBatch(RowsReading):
             here = place_in_source(self.around or equation)
             self._results[number] = here if is_other else self.join((known, result))
             return inputs
-        self._judge_sum(equation, inputs)
         if name == "shard_map":  # or what JAX made of it
             before, self._is_silent = self._is_silent, True
             made = self.program(equation.params["jaxpr"], inputs)
@@ -409,21 +407,13 @@ class _RowsOfBatch(RowsReading):
                     f"inside whose specs name the workers' axis {self._axis_name!r}: what that "
                     "cuts can't be told. Leave the axis out of those specs, or map inside"
                 )
-            if not call.is_named and shard_maps.communicates(body, self._axis_name):
-                self._say(
-                    f"the jax.shard_map at {call.place} is in a jax.vmap, uses the workers' axis "
-                    f"{self._axis_name!r} inside, and its specs do not name that: map inside, or "
-                    "name the axis"
-                )
             known = self.join(x for _, x in taken.values())
             lost = "a jax.vmap" if isinstance(known, RowAxis) else known
             return [lost if isinstance(lost, str) else None] * len(body.outvars)
         given = enumerate((*body.invars, *body.constvars))
         within = lambda i: self._cut_inside(*taken[i]) if i in taken else None
         inputs: dict[Any, Any] = {x: within(i) for i, x in given}
-        self._bodies.append(call)
         found = self.read(body.eqns, inputs)
-        self._bodies.pop()
         return [self.of(found, x) for x in body.outvars]
 
     def _cut_inside(self, mark: Any, known: Found) -> Found:
@@ -474,29 +464,6 @@ class _RowsOfBatch(RowsReading):
                     + f" the workers' axis {self._axis_name!r}, for its size. Under jax.jit that "
                     "is another one: name the axis for rows of a batch alone, and for all of them"
                 )
-
-    def _judge_sum(self, equation: Any, inputs: list[Any]) -> None:
-        """Judges a sum over workers in a body whose specs do not name the axis.
-
-        Under `jax.jit` all devices have the same rows there, which a mean leaves as they are.
-        """
-        if not (equation.primitive.name in SUMMED and equation.primitive.name in compat.OPCODES):
-            return
-        # A rule of a derivative is not in the body as it was written.
-        is_rule = "forward" in (kind for kind, _ in ranks.RULE.findall(self.scopes))
-        is_whole = shard_maps.WHOLE in self.scopes and shard_maps.CUT not in self.scopes
-        is_read = bool(self._bodies) and not any(call.is_named for call in self._bodies)
-        is_own = any(isinstance(x, RowAxis | str) for x in inputs)
-        is_over = self._axis_name in compat.axes_of(equation.params)
-        if is_over and is_own and ((is_read and not self._is_silent) or (is_rule and is_whole)):
-            where = compat.place_and_call(self.around or equation)
-            self.refusals.append(
-                f"the {equation.primitive.name} at {where} goes over the workers' axis "
-                f"{self._axis_name!r} and over rows of a batch, or what may be such, in a "
-                "jax.shard_map whose specs do not name that axis. Under jax.jit all devices have "
-                "the same rows there, and here each worker has its own: name the axis in in_specs "
-                "and out_specs, leave it out of the sum, or sum statistics of all rows"
-            )
 
     def refuse_lost(self, calls: Iterable[Any], marks: Iterable[Any]) -> None:
         """Refuses calls of which JAX has left no result, as far as their bodies may go by order."""
@@ -559,8 +526,11 @@ def _alike(equation: Any, inputs: list[Any], made: tuple[int, ...]) -> Found:
     name, every = equation.primitive.name, frozenset(range(len(made)))
     shapes = list(map(_shape_of, compat.inputs_of(equation)))
     own = [x.axes if isinstance(x, _Alike) else frozenset[int]() for x in inputs]
-    if name.startswith(ranks.DRAWN):
-        return _Alike(every)
+    if name in ("random_bits", "random_split"):  # of several keys, along these
+        return _Alike(own[0] | {i for i in every if i >= len(shapes[0])})
+    if name in ("random_seed", "random_wrap", "random_unwrap", "random_fold_in"):
+        of_each = (x for x, shape in zip(own, shapes) if shape)
+        return _Alike(every.intersection(*of_each))
     if name == "iota":
         return _Alike(every - {equation.params["dimension"]})
     if name == "broadcast_in_dim":

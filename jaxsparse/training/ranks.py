@@ -114,8 +114,11 @@ class Ranks(Reading[int]):
         if is_over and name in compat.OPCODES:
             has_groups = params.get("axis_index_groups") is not None
             is_sum = compat.OPCODES[name] == "all-reduce" and not has_groups
-            is_ours = meshes.SCOPE in self.scopes + compat.name_stack(equation)
-            if made & _OWN and not (is_sum or is_ours):  # others' rows are in the order of numbers
+            stack = self.scopes + compat.name_stack(equation)
+            # Others' rows are in the order of numbers. A body whose specs do not name the axis has no
+            # others' rows under `jax.jit`.
+            is_whole = self._body() is not None and is_judged(stack)
+            if made & _OWN and meshes.SCOPE not in stack and (is_whole or not is_sum):
                 self._uses(equation)
             if is_sum or (name not in compat.MOVING and not has_groups):
                 return every(0)
@@ -150,13 +153,16 @@ def check_unnamed(program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> Non
         if number is not None:
             name, place = equation.primitive.name, compat.place_and_call(equation)
             what = "a result" if name == shard_maps.MARK else f"the {name} at {place}"
+            is_sum = compat.OPCODES.get(name) == "all-reduce"
+            uses = "sums what is of a batch" if is_sum else "uses the worker's number"
             raise ValueError(
-                f"{what} uses the worker's number in the jax.shard_map at "
+                f"{what} {uses} in the jax.shard_map at "
                 f"{found.places.get(number, 'unknown place')}, whose specs do not name the "
                 f"workers' axis {axis_name!r}. Under jax.jit each device has all workers' rows "
                 "there, and here one worker's: name the axis in in_specs and out_specs. Without, "
                 "the number (and what ppermute, psum_scatter or all_to_all makes over that axis) "
-                "may make keys of random numbers alone"
+                "may make keys of random numbers alone, and sums over that axis are of what holds "
+                "nothing of a batch"
             )
 
 

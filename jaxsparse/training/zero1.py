@@ -29,7 +29,7 @@ from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.comm.workers import Workers, is_checked, workers_and_placement
-from jaxsparse.feedback.front import means_in_check
+from jaxsparse.feedback.front import means_in_check, returned_by_exchange
 from jaxsparse.feedback.options import check_transformation, leaves_rule
 from jaxsparse.feedback.rows import check_extra_args, read_rows
 from jaxsparse.feedback.step import (
@@ -205,7 +205,7 @@ def zero1(
             info=where_ok(ok, info(count_moved(jax.tree.leaves(delivered))), state.info),
             placement=state.placement,
         )
-        return delivered, kept
+        return returned_by_exchange((delivered, kept))
 
     return optax.GradientTransformationExtraArgs(init, marks.on_plain_arrays(update))
 
