@@ -115,8 +115,8 @@ class Ranks(Reading[int]):
             has_groups = params.get("axis_index_groups") is not None
             is_sum = compat.OPCODES[name] == "all-reduce" and not has_groups
             stack = self.scopes + compat.name_stack(equation)
-            # Others' rows are in the order of numbers. A body whose specs do not name the axis has none
-            # of others under `jax.jit`.
+            # Others' rows are in the order of numbers. Under `jax.jit` there are none of others
+            # in a body whose specs do not name the axis.
             is_whole = self._body() is not None and is_judged(stack)
             if made & _OWN and meshes.SCOPE not in stack and (is_whole or not is_sum):
                 self._uses(equation)
