@@ -1238,6 +1238,13 @@ def rows_summed_in_a_forward_rule(w, x):
     return square(by_four(f, P(), P())(x @ w) - x)
 
 
+def gradient_in_an_unnamed_body(w, x):
+    """Of a sum that has weights alone, whose cotangents are rows."""
+    mean = lambda v: lax.pmean(v, "data")
+    along = lambda h: jnp.tanh(jax.vjp(mean, jnp.zeros_like(h))[1](h)[0])
+    return square(by_four(along, P(), P())(x @ w) - x)
+
+
 def cut_beside(w, x, positions):
     """A mean, and that of a penalty on values that a spec cuts."""
     mean = lambda h, p: lax.pmean(jnp.mean(h**2) + jnp.mean(jnp.tanh(p)) ** 2, "data")
@@ -1277,6 +1284,7 @@ def weights_in_a_shape_of_rows(w, x):
 HIDDEN = {
     rows_summed_one_by_one: "sums what is of a batch",
     rows_summed_in_a_vmap: "sums what is of a batch",
+    gradient_in_an_unnamed_body: "takes a gradient inside, through a sum over",
     rows_summed_in_a_forward_rule: "sums what is of a batch",
     taken_along_equal_tables: "are no rows of a batch",
     drawn_by_positions: "are no rows of a batch",

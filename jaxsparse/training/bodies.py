@@ -64,6 +64,7 @@ def check_inner(program: Jaxpr, axis_name: str, is_loss: bool) -> None:
     for mark, scopes in compat.scoped(program):
         if mark.primitive.name != shard_maps.MARK:
             continue
+        _check_gradients_inside(mark.params["call"], axis_name)
         derived = mark.params["derived"]
         is_rule = "forward" in (kind for kind, _ in ranks.RULE.findall(scopes))
         is_inside = shard_maps.RETURNS in derived and (is_loss or is_rule)
@@ -73,6 +74,24 @@ def check_inner(program: Jaxpr, axis_name: str, is_loss: bool) -> None:
                 f"the loss takes a gradient inside, through the jax.shard_map at {call.place}, "
                 f"which uses the workers' axis {axis_name!r}, so that cotangents of other workers "
                 "count there: put that gradient into the body, or leave the axis out of it"
+            )
+
+
+def _check_gradients_inside(call: Any, axis_name: str) -> None:
+    """Raises ValueError if a body whose specs do not name the axis differentiates a sum over it.
+
+    The sum may be of weights, which is no worker's own. Cotangents are.
+    """
+    if call.is_named:
+        return
+    for equation, scopes in compat.scoped(call.body.jaxpr):
+        is_over = axis_name in compat.axes_of(equation.params)
+        if is_over and equation.primitive.name in compat.OPCODES and "transpose(" in scopes:
+            raise ValueError(
+                f"the jax.shard_map at {call.place} takes a gradient inside, through a sum over "
+                f"the workers' axis {axis_name!r}, which its specs do not name. Under jax.jit each "
+                "device has all workers' rows there, and here one worker's: name the axis in "
+                "in_specs and out_specs, or leave it out of that sum"
             )
 
 

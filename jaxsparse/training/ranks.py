@@ -38,9 +38,9 @@ class Ranks(Reading[int]):
     made of it alone do not count, until they meet rows, or pick or become a factor.
 
     Attributes:
-        used: operations that use it, by their id and the number of the body that each is in, None
-            outside of those whose specs do not name the axis. JAX keeps programs of inner
-            functions, so that one may be in several.
+        used: operations that use it, and the calls around them, by their id and the number of the
+            body that each is in, None outside of those whose specs do not name the axis. JAX keeps
+            programs of inner functions, so that one may be in several.
         alone: the names and places of branches and loops that communicate, and whose condition is a
             worker's own.
     """
@@ -49,7 +49,7 @@ class Ranks(Reading[int]):
 
     def __init__(self, axis_name: str) -> None:
         super().__init__()
-        self.used = dict[tuple[int, int | None], Any]()
+        self.used = dict[tuple[int, int | None], tuple[Any, Any]]()
         self.alone = list[tuple[str, str]]()
         self.places = dict[int, str]()  # of bodies, by their numbers
         self._axis_name = axis_name
@@ -79,7 +79,7 @@ class Ranks(Reading[int]):
         return int(found[-1]) if found and shard_maps.CUT not in self.scopes else None
 
     def _uses(self, equation: Any) -> None:
-        self.used[id(equation), self._body()] = self.around or equation
+        self.used[id(equation), self._body()] = equation, self.around or equation
 
     def operation(self, equation: Any, inputs: list[int]) -> list[int]:
         name, params = equation.primitive.name, equation.params
@@ -91,7 +91,7 @@ class Ranks(Reading[int]):
             if params["verb"] == "makes" and call.is_named:
                 return [_OWN if made else 0]
             if params["verb"] == "makes" and made & _RANKED and not made & _OWN:
-                self.used[id(equation), call.number] = equation
+                self.used[id(equation), call.number] = equation, equation
             return inputs
         if name in ONE_BY_ONE:
             return inputs
@@ -149,9 +149,9 @@ def uses_number(program: Jaxpr, axis_name: str) -> bool:
 def check_unnamed(program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> None:
     """Raises ValueError if a body whose specs do not name the axis uses the worker's number."""
     found = Ranks.in_program(program, is_own, axis_name)
-    for (_, number), equation in found.used.items():
+    for (_, number), (equation, around) in found.used.items():
         if number is not None:
-            name, place = equation.primitive.name, compat.place_and_call(equation)
+            name, place = equation.primitive.name, compat.place_and_call(around)
             what = "a result" if name == shard_maps.MARK else f"the {name} at {place}"
             is_sum = compat.OPCODES.get(name) == "all-reduce"
             uses = "sums what is of a batch" if is_sum else "uses the worker's number"
