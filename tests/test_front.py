@@ -365,6 +365,23 @@ def test_a_norm_of_all_rows_beside_gradients_is_refused(place):
         exchanged(front)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_norm_of_what_per_worker_keeps_is_refused(dtype):
+    inside = optax.GradientTransformation(
+        lambda params: each(lambda p: jnp.zeros(p.shape, dtype))(params),
+        lambda grads, state, params: (grads, each(lambda g: jnp.sign(g).astype(dtype))(grads)),
+    )
+    tx = jaxsparse.per_worker(inside, workers=WORKERS)
+
+    def front(grads):
+        updates, state = tx.update(grads, tx.init(START), START)
+        norm = sum(jnp.sum(jnp.abs(x).astype("f")) for x in jax.tree.leaves(state))
+        return each(lambda g: g / norm)(updates)
+
+    with pytest.raises(ValueError, match="In front of the exchange, the reduce_sum"):
+        exchanged(front)
+
+
 def if_all_are_finite(grads):
     return jax.tree.map(lambda g: jnp.where(jnp.isfinite(g).all(), g, 0), grads)
 

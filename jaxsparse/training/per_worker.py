@@ -148,8 +148,8 @@ def per_worker(
             of_batch = [False] * len(is_split)
             on_rows = on_workers(each, found, is_split, of_batch, lambda program: None)
             (delivered, after), _ = on_rows(*own, *equal)
-        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-        after = jax.tree.map(lambda x: marked(x, "all") if is_float(x) else x, after)
+        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        after = jax.tree.map(lambda x: x if is_key(x) else marked(x, "all"), after)
         return marked(delivered, "all"), jax.tree.map(PerWorker, after)
 
     def one(
