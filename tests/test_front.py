@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
-from workers import mesh
+from workers import mesh, some
 
 import jaxsparse
 from jaxsparse.comm import compat
@@ -298,6 +298,9 @@ MIXED |= {
     "all have roots": each(lambda x: jnp.where(jnp.isnan(jnp.sqrt(x)).any(), 2 * x, x)),
     "none is 0": each(lambda x: jnp.where(jnp.isnan(x * jnp.inf).any(), 2 * x, x)),
     "quotients": each(lambda x: jnp.where(jnp.isfinite(1 / x).all(), x, 2 * x)),
+    "a quotient is clipped": each(
+        lambda x: jnp.where(jnp.isfinite(jnp.clip(x / jnp.zeros_like(x), -1, 1)).all(), x, 2 * x)
+    ),
     "none is 0, by a quotient": each(lambda x: jnp.where(jnp.isnan(x / 0.0).any(), 2 * x, x)),
     "finite behind per_worker": lambda g: jax.tree.map(
         lambda x, y: jnp.where(jnp.isfinite(y).all(), y, x),
@@ -380,6 +383,52 @@ def test_a_norm_of_what_per_worker_keeps_is_refused(dtype):
 
     with pytest.raises(ValueError, match="In front of the exchange, the reduce_sum"):
         exchanged(front)
+
+
+@pytest.mark.parametrize("way", ["closure", "extra argument"])
+def test_a_norm_of_all_rows_reaches_no_per_worker(way):
+    scaled = lambda grads, by: each(lambda g: g / by)(grads)
+
+    def front(grads):
+        norm = optax.tree.norm(grads)
+        inside = optax.GradientTransformationExtraArgs(
+            lambda params: optax.EmptyState(),
+            lambda grads, state, params=None, by=norm: (scaled(grads, by), state),
+        )
+        tx = jaxsparse.per_worker(inside, workers=WORKERS)
+        given = {} if way == "closure" else {"by": norm}
+        return tx.update(grads, tx.init(START), START, **given)[0]
+
+    with pytest.raises(ValueError, match="In front of the exchange, the reduce_sum"):
+        exchanged(front)
+
+
+@pytest.mark.parametrize("kind", ["simulated", "mesh"])
+@pytest.mark.parametrize(
+    "exchange", some([jaxsparse.dense, functools.partial(jaxsparse.top_k, 0.3)], [jaxsparse.dense])
+)
+def test_two_steps_under_one_jit_are_two_steps(exchange, kind):
+    """The second one's gradients, parameters and states are made by the first one's exchange."""
+    where = {"workers": 4} if kind == "simulated" else {"mesh": mesh(4)}
+    start = START | {"b": jnp.ones(4)}  # with as many entries as there are workers
+    tx = optax.chain(
+        jaxsparse.per_worker(optax.trace(0.9), **where),
+        exchange(is_dense=lambda *_: False, **where),
+        optax.clip_by_global_norm(0.5),
+        optax.adam(0.1),
+    )
+    grads_of = jaxsparse.grad(loss_of, **where)
+
+    def step(params, state, x):
+        updates, state = tx.update(grads_of(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    once = jax.jit(step)
+    twice = jax.jit(lambda *given: step(*step(*given), given[-1]))
+    given = start, tx.init(start)
+    right = once(*once(*given, INPUTS), INPUTS)[0]
+    found = twice(*given, INPUTS)[0]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, right)
 
 
 def if_all_are_finite(grads):
@@ -527,6 +576,9 @@ GRADIENTS = {
     "remat": jax.checkpoint(ROWS),
     "if finite": lambda p, x: by(optax.apply_if_finite(optax.identity(), 3))(ROWS(p, x)),
     "no nans": lambda p, x: by(optax.zero_nans())(ROWS(p, x)),
+    "found_inf": lambda p, x: each(
+        lambda g: jnp.where(jnp.isinf(g).any() | jnp.isnan(g).any(), 0, g)
+    )(ROWS(p, x)),
     "barrier": lambda p, x: jax.lax.optimization_barrier(ROWS(p, x)),
     "branch": lambda p, x: jax.lax.cond(x[0, 0] < 9, lambda g: g, each(jnp.zeros_like), ROWS(p, x)),
     "masked": lambda p, x: by(optax.masked(optax.scale(1.0), {"w": True, "b": False}))(ROWS(p, x)),

@@ -1261,6 +1261,12 @@ def drawn_by_positions(w, x):
     return cut_beside(w, x, jax.random.gamma(jax.random.key(0), spread))
 
 
+def keys_of_positions(w, x):
+    """The bits of a key are its seed."""
+    numbers = jax.vmap(lambda i: jax.random.key_data(jax.random.key(i))[1])(jnp.arange(len(x)))
+    return cut_beside(w, x, w[0, 0] * numbers.astype("f"))
+
+
 def equal_parts_of_tp(w, x):
     part = by_four(lambda a: jnp.broadcast_to(a.sum(), (len(x) // 2,)), P("tp"), P("tp"))
     return cut_beside(w, x, part(w))
@@ -1288,13 +1294,14 @@ HIDDEN = {
     rows_summed_in_a_forward_rule: "sums what is of a batch",
     taken_along_equal_tables: "are no rows of a batch",
     drawn_by_positions: "are no rows of a batch",
+    keys_of_positions: "are no rows of a batch",
     equal_parts_of_tp: "are no rows of a batch",
     positions_made_in_a_vmap: "are no rows of a batch",
     pairs_of_rows: "are no rows of a batch",
     weights_in_a_shape_of_rows: "that grows with the batch",
-    number_of_rows_in_a_jit: "for its size",
-    number_of_rows_in_a_checkpoint: "for its size",
-    width_of_cut_weights_in_a_scan: "for its size",
+    number_of_rows_in_a_jit: "takes for its size",
+    number_of_rows_in_a_checkpoint: "takes for its size",
+    width_of_cut_weights_in_a_scan: "takes for its size",
     gradient_of_a_custom_energy_in_a_forward_rule: "the loss takes a gradient inside",
     rows_summed_in_an_unnamed_body: "sums what is of a batch",
     sum_in_a_force: "the loss takes a gradient inside",

@@ -17,9 +17,12 @@ class RowAxis(NamedTuple):
 
     Blocks are longer than 1 where an axis was joined with others, as by `x.reshape(-1, n)`. There
     may be groups of rows, each along the next axis, a part of the rows, or all of them again and
-    again, as in tokens by time (`order`). In front of an exchange, those of a "gradient" are finite
-    where that is, but for overflow, "scaled" ones are so by finite factors, or are nowhere, and
-    "finite" ones tell whether it is.
+    again, as in tokens by time (`order`).
+
+    In front of an exchange the order tells what an entry says of the gradient that it is made of. A
+    "gradient" entry is finite where that is, but for overflow. A "scaled" entry has a factor, which
+    may be 0 or infinite, so that it may be NaN where the gradient is finite. A "finite" entry tells
+    whether the gradient is finite.
     """
 
     axis: int

@@ -66,12 +66,15 @@ ad.deflinear2(_delivered, lambda ct, _: [ct])
 
 
 def marked(rows: Any, order: str = "gradient") -> Any:
-    """Gradients with a row for each worker, or what was made of them, marked while traced."""
+    """Arrays with a row for each worker, such as gradients, marked while a step is traced."""
     return jax.tree.map(lambda x: _mark.bind(x, of_rows=_FIRST.axis, order=order), rows)
 
 
 def returned_by_exchange(returned: T) -> T:
-    """What an exchange returns, whose rows and means are not those of gradients any more."""
+    """What an exchange returns, marked: it is made of gradients, and has none of their rows.
+
+    Its own program moves rows. A later exchange under the same `jax.jit` must not read that.
+    """
     is_known = lambda x: (
         isinstance(x, jax.core.Tracer) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
     )
@@ -88,7 +91,7 @@ def means_in_check(updates: Any, has_momentum: bool = False) -> Any:
 def check_front(updates: Any, params: Any = None, state: Any = None) -> None:
     """Raises ValueError if rows of gradients do not reach this place as they were marked.
 
-    Nor may what mixes them be among parameters or states. It warns where a state that fades, in the
+    Nor may parameters and states hold what mixes rows. It warns where a state that fades, in the
     shape of a parameter, is added to all rows.
     """
     leaves = tree_leaves_with_path(updates)
@@ -173,8 +176,8 @@ def _is_joined(known: Known) -> bool:
     return known.axis < 0 or known.block > 1 or known.order in ("grouped", "part", "again")
 
 
-# What is finite where the gradients are that it is given, beside other values. JAX's select_n picks
-# by these alone.
+# The result is finite where the gradients among the operands are. A select_n has to pick by other
+# values than gradients.
 _AS_FINITE = {
     "abs", "add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "copy", "max", "min",
     "name", "neg", "pvary", "reduce_sum", "reshape", "select_n", "sharding_constraint", "squeeze",
@@ -183,7 +186,7 @@ _AS_FINITE = {
 
 
 def _order_of(equation: Any, inputs: list[Known]) -> Any:
-    """The order of what is made of rows that are gradients, beside other values."""
+    """What an operation leaves of an order, see `RowAxis`."""
     name, given = equation.primitive.name, compat.inputs_of(equation)
     orders = {x.order for x in inputs if isinstance(x, RowAxis)}
     if orders == {"finite"}:

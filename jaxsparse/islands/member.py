@@ -53,9 +53,7 @@ class Member(Life):
         """
         state, exchange = tries(lambda: self._begin_life(state, settings))
         tries(exchange.advance, lambda: exchange.round)
-        if (
-            exchange.is_dropped
-        ):  # more than this state knows of, so that what it had moved is dropped
+        if exchange.is_dropped:  # then what this state had moved is dropped, too
             worker = self.arithmetic.put_back(state.worker, state.params)
             state = state._replace(worker=worker, steps=0, weight=0.0, owed=0.0)
         joined = self.finish(state, exchange)

@@ -64,7 +64,6 @@ def check_inner(program: Jaxpr, axis_name: str, is_loss: bool) -> None:
     for mark, scopes in compat.scoped(program):
         if mark.primitive.name != shard_maps.MARK:
             continue
-        _check_gradients_inside(mark.params["call"], axis_name)
         derived = mark.params["derived"]
         is_rule = "forward" in (kind for kind, _ in ranks.RULE.findall(scopes))
         is_inside = shard_maps.RETURNS in derived and (is_loss or is_rule)
@@ -77,16 +76,19 @@ def check_inner(program: Jaxpr, axis_name: str, is_loss: bool) -> None:
             )
 
 
-def _check_gradients_inside(call: Any, axis_name: str) -> None:
+def check_unnamed_gradients(program: Jaxpr, axis_name: str) -> None:
     """Raises ValueError if a body whose specs do not name the axis differentiates a sum over it.
 
-    The sum may be of weights, which is no worker's own. Cotangents are.
+    The sum may be of weights, which all workers share. Its cotangents are one worker's own.
     """
-    if call.is_named:
-        return
-    for equation, scopes in compat.scoped(call.body.jaxpr):
-        is_over = axis_name in compat.axes_of(equation.params)
-        if is_over and equation.primitive.name in compat.OPCODES and "transpose(" in scopes:
+    for call in {call for call in shard_maps.calls_in(program) if not call.is_named}:
+        assert call.body is not None
+        for equation, scopes in compat.scoped(call.body.jaxpr):
+            is_over = axis_name in compat.axes_of(equation.params)
+            if not is_over or equation.primitive.name not in compat.OPCODES:
+                continue
+            if "transpose(" not in scopes:  # a body has no gradient but its own, as it was written
+                continue
             raise ValueError(
                 f"the jax.shard_map at {call.place} takes a gradient inside, through a sum over "
                 f"the workers' axis {axis_name!r}, which its specs do not name. Under jax.jit each "

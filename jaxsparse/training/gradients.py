@@ -274,6 +274,7 @@ def on_workers(
                 ranks.check_branches(program, is_own, axis_name)
                 ranks.check_unnamed(program, is_split, axis_name)
                 bodies.check_inner(program, axis_name, is_loss)
+                bodies.check_unnamed_gradients(program, axis_name)
                 is_last = is_loss or loss is None
                 named_axes.check_named(
                     program, of_batch, axis_name, count, types, again, is_loss, is_last

@@ -71,15 +71,12 @@ def check_named(
         is_last: whether no other program tells what is left out of this one.
     """
     calls = {mark.params["call"] for mark in _marks(program)}
-    if not calls:
-        return
-    if not any(c.is_named or use_of(c, axis_name) == RANK for c in calls):
+    if not any(call.is_named or use_of(call, axis_name) == RANK for call in calls):
         return
     growing, few = set[int](), dict[int, list[Any]]()
     if any(of_batch):
         times = lambda x, n: x.update(shape=(n * x.shape[0], *x.shape[1:]))
         with_rows = lambda n: trace([times(x, n) if yes else x for x, yes in zip(types, of_batch)])
-        own = program
         try:
             # JAX writes other operations for a single row, of a batch or of its parts.
             for least in (1, 2):
@@ -100,18 +97,22 @@ def check_named(
             few.clear()
             _pair(program, program, few)
         growing = {id(m) for m in _marks(program) if _grows(m, few.get(id(m), []), workers)}
+    # A call in another one's body stands twice, and is judged in that body as it was written.
     is_in_body = lambda scopes: shard_maps.CUT in scopes or shard_maps.WHOLE in scopes
-    calls = {
+    named = {
         mark.params["call"]
         for mark, scopes in compat.scoped(program)
         if mark.primitive.name == shard_maps.MARK and not is_in_body(scopes)
+        if mark.params["call"].is_named
     }
     late = set[Any]()
-    for _ in range(2):  # of some, JAX has left what a backward pass takes again, and no more
+    # JAX may drop a forward pass whose values nothing needs. Such calls are judged, in a second
+    # reading, where a backward pass computes them again.
+    for _ in range(2):
         reading = _RowsOfBatch(axis_name, growing, few, is_loss, late, workers)
         reading.program(program, [RowAxis(0, 1) if yes else None for yes in of_batch])
         reading.refuse_unread(e for e, _ in compat.scoped(program))
-        late = {call for call in calls if call.is_named} - reading.judged
+        late = named - reading.judged
         if reading.refusals or not (late and is_last):
             break
     if is_last:
@@ -458,11 +459,12 @@ class _RowsOfBatch(RowsReading):
             own = [x.shapes[i] for x in fewer if i < len(x.shapes)]
             is_right = all(_is_grown(shape, now, dim, self._workers) for shape in own)
             if not is_right or (dim is not None and not own):
+                is_cut = "no spec cuts over" if dim is None else "a spec cuts over"
                 self._say(
-                    f"the jax.shard_map at {call.place} takes a value of shape {now}, which "
-                    + ("a spec cuts over" if dim is not None else "no spec cuts over")
-                    + f" the workers' axis {self._axis_name!r}, for its size. Under jax.jit that "
-                    "is another one: name the axis for rows of a batch alone, and for all of them"
+                    f"the jax.shard_map at {call.place} takes for its size a value of shape {now}, "
+                    f"which {is_cut} the workers' axis {self._axis_name!r}. Under jax.jit a device "
+                    "has another size of it. Let specs cut rows of a batch alone, and count rows "
+                    f"by jax.lax.psum(len(rows), {self._axis_name!r})"
                 )
 
     def refuse_lost(self, calls: Iterable[Any], marks: Iterable[Any]) -> None:

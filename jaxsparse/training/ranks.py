@@ -147,22 +147,28 @@ def uses_number(program: Jaxpr, axis_name: str) -> bool:
 
 
 def check_unnamed(program: Jaxpr, is_own: Sequence[bool], axis_name: str) -> None:
-    """Raises ValueError if a body whose specs do not name the axis uses the worker's number."""
+    """Raises ValueError if a body whose specs do not name the axis tells workers apart.
+
+    By a worker's number, or by a sum over workers of what is of a batch.
+    """
     found = Ranks.in_program(program, is_own, axis_name)
     for (_, number), (equation, around) in found.used.items():
         if number is not None:
             name, place = equation.primitive.name, compat.place_and_call(around)
             what = "a result" if name == shard_maps.MARK else f"the {name} at {place}"
-            is_sum = compat.OPCODES.get(name) == "all-reduce"
-            uses = "sums what is of a batch" if is_sum else "uses the worker's number"
+            uses, may = (
+                "uses the worker's number",
+                "the number (and what ppermute, psum_scatter or all_to_all makes over that axis) "
+                "may make keys of random numbers alone",
+            )
+            if compat.OPCODES.get(name) == "all-reduce":
+                uses, may = "sums what is of a batch", "a sum over that axis may hold weights alone"
             raise ValueError(
                 f"{what} {uses} in the jax.shard_map at "
                 f"{found.places.get(number, 'unknown place')}, whose specs do not name the "
                 f"workers' axis {axis_name!r}. Under jax.jit each device has all workers' rows "
                 "there, and here one worker's: name the axis in in_specs and out_specs. Without, "
-                "the number (and what ppermute, psum_scatter or all_to_all makes over that axis) "
-                "may make keys of random numbers alone, and sums over that axis are of what holds "
-                "nothing of a batch"
+                f"{may}"
             )
 
 
