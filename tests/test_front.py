@@ -424,11 +424,13 @@ def test_two_steps_under_one_jit_are_two_steps(exchange, kind):
         return optax.apply_updates(params, updates), state
 
     once = jax.jit(step)
-    twice = jax.jit(lambda *given: step(*step(*given), given[-1]))
+    in_a_loop = lambda *given: jax.lax.fori_loop(0, 1, lambda _, c: step(*c, given[-1]), given[:2])
     given = start, tx.init(start)
     right = once(*once(*given, INPUTS), INPUTS)[0]
-    found = twice(*given, INPUTS)[0]
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, right)
+    for first in (step, in_a_loop):
+        twice = jax.jit(lambda *given, first=first: step(*first(*given), given[-1]))
+        found = twice(*given, INPUTS)[0]
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, right)
 
 
 def if_all_are_finite(grads):
@@ -454,6 +456,14 @@ def test_sums_and_means_may_be_asked_whether_they_are_finite(grads_of):
     expected = jax.grad(loss_of)(START, INPUTS)
     found = exchanged(lambda g: g, grads_of)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), found, expected)
+
+
+def test_joins_along_axes_that_one_worker_counts_otherwise_are_refused():
+    start = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2)), "both": jnp.ones((2, 4))}
+    of = lambda p, x: jnp.sum((p["a"] + 2 * p["b"]).ravel() * x[:, :4].mean(0)) + p["both"].sum()
+    joined = lambda g: {**g, "both": jnp.concatenate([g["a"], g["b"]], 1).reshape(-1, 2, 4)}
+    with pytest.raises(ValueError, match="In front of the exchange, the concatenate"):
+        exchanged(joined, jaxsparse.grad(of, workers=WORKERS), params=start)
 
 
 def test_rows_along_another_axis_are_refused_where_they_were_moved():

@@ -1369,6 +1369,38 @@ def test_sums_by_hand_in_a_step_that_takes_its_own_gradient(place):
         stepped(loss, where, *put(where, 4))
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_gradient_that_a_step_differentiates_is_judged(is_right):
+    """JAX drops the forward pass, and a backward pass has what it takes again."""
+    draw = np.random.default_rng(0).normal
+    x, w = draw(size=(16, 8)).astype("f"), jnp.asarray(draw(size=(8, 8)) / 3, "f")
+
+    def loss(w, x, split=by_four):
+        by = split(lambda h, p: jnp.tanh(h) * p[:, None], (P("data"), P("data")), P("data"))
+        h = x @ w
+        return square(by(h, h[:, 0] if is_right else w[0, 0] * jnp.arange(1.0, len(h) + 1)))
+
+    def curved(w, x, loss=loss):
+        gradient = jax.jit(jax.grad(jax.checkpoint(loss)))
+        return jnp.vdot(gradient(w, x), jnp.ones_like(w))
+
+    def step(state, x):
+        return (state[0] - jax.grad(curved)(state[0], x),), 0.0
+
+    train = jaxsparse.LocalSteps(step, jaxsparse.dense(), optax.sgd(1.0), four(), every=1)
+    start = jax.device_put(w, NamedSharding(four(), P()))
+    run = lambda: train(
+        train.init((start,)), jax.device_put(x, NamedSharding(four(), P("data"))), 0
+    )
+    if not is_right:
+        with pytest.raises(ValueError, match="are no rows of a batch"):
+            run()
+        return
+    plain = lambda w, x: curved(w, x, lambda w, x: loss(w, x, lambda f, *_: f))
+    rows = [jax.grad(plain)(w, part) for part in np.split(x, 4)]
+    check(w - run()[0].params, sum(rows) / 4, atol=1e-5)
+
+
 def gathered_weights_of_four():
     return by_four(lambda a: lax.all_gather(jnp.tanh(a), "data", tiled=True), P("data"), P())
 
