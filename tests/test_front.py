@@ -403,9 +403,13 @@ def test_a_norm_of_all_rows_reaches_no_per_worker(way):
         exchanged(front)
 
 
+ZERO1 = functools.partial(jaxsparse.zero1, optax.sgd(1.0))
+
+
 @pytest.mark.parametrize("kind", ["simulated", "mesh"])
 @pytest.mark.parametrize(
-    "exchange", some([jaxsparse.dense, functools.partial(jaxsparse.top_k, 0.3)], [jaxsparse.dense])
+    "exchange",
+    some([jaxsparse.dense, functools.partial(jaxsparse.top_k, 0.3), ZERO1], [jaxsparse.dense]),
 )
 def test_two_steps_under_one_jit_are_two_steps(exchange, kind):
     """The second one's gradients, parameters and states are made by the first one's exchange."""

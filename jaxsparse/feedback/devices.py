@@ -17,7 +17,7 @@ from jaxsparse.arrays import layout as layouts
 from jaxsparse.comm import marks, meshes
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.workers import RUNNING, Workers, is_checked
-from jaxsparse.feedback.front import means_in_check
+from jaxsparse.feedback.front import means_in_check, unread
 from jaxsparse.feedback.plan import exchanged_specs
 from jaxsparse.feedback.store import ErrorFeedbackState, Kind, kinds
 
@@ -121,7 +121,8 @@ def over_rows(
         return means_in_check(updates, bool(state.momentum)), state
     placement = Placement.of(state.placement)
     meshes.check_inner(workers.mesh, workers.axis_name, placement)
-    return _on_each(update, workers, placement, compressed, True, updates, state, momentum)
+    given = *unread((updates, state)), momentum
+    return unread(_on_each(update, workers, placement, compressed, True, *given))
 
 
 def in_worker(

@@ -60,9 +60,9 @@ def _batched_mark(args: Any, dims: Any, *, of_rows: int, order: str, spmd_axes: 
 
 
 compat.set_rule_of_vmap(_mark, _batched_mark)
-# Marks what exchanges return, in front of which nothing is looked at.
-_delivered = shard_maps.identity(DELIVERED := "jaxsparse_delivered", lambda aval, **_: aval)
-ad.deflinear2(_delivered, lambda ct, _: [ct])
+# Marks what goes into an exchange and comes out of it. Nothing is looked at in front of that.
+_unread = shard_maps.identity(UNREAD := "jaxsparse_unread", lambda aval, **_: aval)
+ad.deflinear2(_unread, lambda ct, _: [ct])
 
 
 def marked(rows: Any, order: str = "gradient") -> Any:
@@ -70,15 +70,15 @@ def marked(rows: Any, order: str = "gradient") -> Any:
     return jax.tree.map(lambda x: _mark.bind(x, of_rows=_FIRST.axis, order=order), rows)
 
 
-def returned_by_exchange(returned: T) -> T:
-    """What an exchange returns, marked: it is made of gradients, and has none of their rows.
+def unread(tree: T) -> T:
+    """What goes into an exchange, and comes out of it, marked.
 
-    Its own program moves rows. A later exchange under the same `jax.jit` must not read that.
+    An exchange's own program moves rows. A later one under the same `jax.jit` must not read that.
     """
     is_known = lambda x: (
         isinstance(x, jax.core.Tracer) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
     )
-    return jax.tree.map(lambda x: _delivered.bind(x) if is_known(x) else x, returned)
+    return jax.tree.map(lambda x: _unread.bind(x) if is_known(x) else x, tree)
 
 
 def means_in_check(updates: Any, has_momentum: bool = False) -> Any:
@@ -166,7 +166,7 @@ def refusal(what: str, name: str = "gradients") -> str:
 def _is_mark(equation: Any) -> bool:
     """Whether nothing is looked at in front of an equation."""
     name = equation.primitive.name
-    return name == DELIVERED or (name == GRADIENT and equation.params["order"] == "gradient")
+    return name == UNREAD or (name == GRADIENT and equation.params["order"] == "gradient")
 
 
 def _is_joined(known: Known) -> bool:
@@ -245,7 +245,7 @@ class _Front(RowsReading):
 
     def operation(self, equation: Any, inputs: list[Known]) -> list[Known]:
         place, made = place_in_source(self.around or equation), equation.outvars
-        if equation.primitive.name == DELIVERED:
+        if equation.primitive.name == UNREAD:
             return [None]
         if any(map(compat.is_reference, equation.invars)):
             # What wrote to it need not be among the equations that made its value.

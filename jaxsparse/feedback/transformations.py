@@ -23,7 +23,6 @@ from jaxsparse.comm.meshes import Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.comm.workers import workers_and_placement
 from jaxsparse.feedback.devices import in_worker, over_rows, spread, typed_as
-from jaxsparse.feedback.front import returned_by_exchange
 from jaxsparse.feedback.messages import Posted, check_messages, post_step, receive_step
 from jaxsparse.feedback.options import Options, Policy, Settings, check_names
 from jaxsparse.feedback.plan import TreePlan, compiled, plan_of, reducers_of
@@ -207,8 +206,7 @@ def _run(
     # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
     with jax.disable_jit(False):
         if not is_bound:
-            done = over_rows(each, updates, state, momentum, workers, plan.compressed)
-            return returned_by_exchange(done)
+            return over_rows(each, updates, state, momentum, workers, plan.compressed)
         Axes(axis_name).check(updates)  # behind `plan_of`, whose errors tell more
         check_own(updates, params, axis_name)
         return in_worker(each, updates, state, momentum, settings.mesh, axis_name, plan.compressed)

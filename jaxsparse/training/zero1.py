@@ -29,7 +29,7 @@ from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.comm.workers import Workers, is_checked, workers_and_placement
-from jaxsparse.feedback.front import means_in_check, returned_by_exchange
+from jaxsparse.feedback.front import means_in_check, unread
 from jaxsparse.feedback.options import check_transformation, leaves_rule
 from jaxsparse.feedback.rows import check_extra_args, read_rows
 from jaxsparse.feedback.step import (
@@ -190,6 +190,7 @@ def zero1(
             means = means_in_check(updates)
             made, after = inside.update(means, state.optimizer, params, **extra_args)
             return made, state._replace(optimizer=after)
+        updates, state = unread((updates, state))
         # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
         with jax.disable_jit(False), jax.named_scope(meshes.SCOPE):
             means, residual, ok = _send_out(parts, out, updates, state)
@@ -205,7 +206,7 @@ def zero1(
             info=where_ok(ok, info(count_moved(jax.tree.leaves(delivered))), state.info),
             placement=state.placement,
         )
-        return returned_by_exchange((delivered, kept))
+        return unread((delivered, kept))
 
     return optax.GradientTransformationExtraArgs(init, marks.on_plain_arrays(update))
 
