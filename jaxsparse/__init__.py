@@ -53,9 +53,11 @@ from jaxsparse.traffic import wire_bytes
 from jaxsparse.training import checksums as checksums
 from jaxsparse.training.check import check, check_loss
 from jaxsparse.training.diagnostics import diagnose
+from jaxsparse.training.finite import check_finite
 from jaxsparse.training.fsdp import fsdp_specs, gather_residual
 from jaxsparse.training.gradients import grad, value_and_grad
 from jaxsparse.training.means import mean_of
+from jaxsparse.training.multi_steps import multi_steps
 from jaxsparse.training.per_worker import per_worker
 from jaxsparse.training.replicas import check_replicas
 from jaxsparse.training.resharding import reshard
@@ -74,6 +76,7 @@ __all__ = [
     "PerWorker",
     "Stages",
     "check",
+    "check_finite",
     "check_loss",
     "check_replicas",
     "chunked_top_k",
@@ -89,6 +92,7 @@ __all__ = [
     "grad",
     "local",
     "mean_of",
+    "multi_steps",
     "omni_reduce",
     "partition",
     "per_worker",

@@ -1,4 +1,4 @@
-"""Run in two processes by test_diagnostics: prints what `check_replicas` says of each case.
+"""Run in two processes by test_diagnostics: prints what checks say of each case.
 
 At last process 0 calls it, and `diagnose`, alone.
 """
@@ -21,7 +21,7 @@ def array(values):
 def say(name, tree, call=jaxsparse.check_replicas):
     try:
         call(tree)
-    except RuntimeError as error:
+    except (RuntimeError, FloatingPointError) as error:
         print(f"{name}: {str(error).split('. ')[0]}", flush=True)
     else:
         print(f"{name}: equal", flush=True)
@@ -38,8 +38,12 @@ def main():
     say("within", {"w": array([x, x]), "v": array([x, x + rank])})
     params = {"w": array([x, x])}
     tx = jaxsparse.top_k(0.5, is_dense=lambda *_: False)
-    params, state = jaxsparse.shard((params, tx.init(params)), params["w"].sharding.mesh)
+    mesh = params["w"].sharding.mesh
+    params, state = jaxsparse.shard((params, tx.init(params)), mesh)
     say("together", state, jaxsparse.diagnose)
+    rows, split = np.float32([[1], [1], [np.nan], [1]]), jax.NamedSharding(mesh, jax.P("data"))
+    grads = jax.make_array_from_callback(rows.shape, split, lambda index: rows[index])
+    say("finite", {"w": grads}, jaxsparse.check_finite)
     group._SILENT, group.ProcessGroup.limit = 0.2, 1.0
     both = group.whole_group()
     if rank == 0:

@@ -201,10 +201,19 @@ class TestReplicas:
         command = [sys.executable, script]
         outcome, lines = in_processes(command, 2, devices=2, timeout=120, env=env)
         assert outcome.status == 0, outcome.report
-        cases = "equal: ", "between: ", "within: ", "together: ", "alone: ", "process 0 has"
+        cases = (
+            "equal: ",
+            "between: ",
+            "within: ",
+            "together: ",
+            "finite: ",
+            "alone: ",
+            "process 0 has",
+        )
         # Libraries may print, too.
         said = [[line for line in each if line.startswith(cases)] for each in lines]
         both = ["equal: equal", "between: leaf['v'] differs between processes 0 and 1"]
+        broken = "gradient['w'] of worker 2 (process 1) has 1 NaN and 0 infinities among 1 elements"
         alone = []
         for call in ("jaxsparse.check_replicas", "jaxsparse.diagnose"):
             waited = f"process 0 has waited for others in {call} for"
@@ -215,8 +224,54 @@ class TestReplicas:
             *both,
             "within: an array differs between devices of process 1",
             "together: equal",
+            f"finite: {broken}",
             *alone,
         ]
         assert said[1][:2] == both
         assert said[1][2].startswith("within: leaf['v'] differs between ")
-        assert said[1][3:] == ["together: equal"]
+        assert said[1][3:] == ["together: equal", f"finite: {broken}"]
+
+
+class TestCheckFinite:
+    @pytest.mark.parametrize("shape", [None, (4,), (2, 2)], ids=str)
+    def test_leaves_and_workers_are_named(self, shape):
+        rows = np.ones((shape[0] if shape else 3, 6, 4), np.float32)
+        rows[1, 2, 3], rows[0, :2, 0], rows[0, 5, 1] = np.nan, np.inf, -np.inf
+        grads = {"w": rows, "b": np.ones((len(rows), 2), np.float32), "n": np.ones(3, np.int32)}
+        if shape:
+            names = ("data", "tp")[: len(shape)]
+            spec = {"w": P("data", names[1:], None), "b": P("data"), "n": P()}
+            place = lambda x, s: jax.device_put(x, jax.NamedSharding(mesh_of(shape, names), s))
+            grads = jax.tree.map(place, grads, spec)
+        expected = (
+            r"^gradient\['w'\] of worker 0 has 0 NaN and 3 infinities among 24 elements; "
+            r"gradient\['w'\] of worker 1 has 1 NaN and 0 infinities among 24 elements$"
+        )
+        with pytest.raises(FloatingPointError, match=expected):
+            jaxsparse.check_finite(grads)
+        assert jaxsparse.check_finite({"b": grads["b"], "n": grads["n"]}) is None
+
+    def test_an_error_names_ten(self):
+        with pytest.raises(FloatingPointError, match=r"worker 9 .*; and 5 more$"):
+            jaxsparse.check_finite(jnp.full((15, 2), jnp.nan))
+
+    def test_a_skipped_step_shows_it_again(self):
+        mesh, tx = mesh_of((3,)), jaxsparse.top_k(0.5, is_dense=lambda *_: False)
+        loss = lambda w, x: jnp.sum(jnp.sqrt(x) * w)
+        params = shard(jnp.ones(4), mesh)
+        batch = jax.device_put(
+            jnp.ones((3, 4)).at[2, 1].set(-1), jax.NamedSharding(mesh, P("data"))
+        )
+        gradient = jax.jit(jaxsparse.grad(loss))
+        with jax.numpy_rank_promotion("allow"):
+            grads = gradient(params, batch)
+        _, state = jax.jit(tx.update)(grads, shard(tx.init(params), mesh), params)
+        assert int(diagnose(state).skipped) == 1
+        with pytest.raises(FloatingPointError, match="gradient of worker 2 has 1 NaN"):
+            jaxsparse.check_finite(grads)
+
+    def test_not_within_a_step_and_not_without_rows(self):
+        with pytest.raises(ValueError, match=r"call check_finite outside of jax\.jit"):
+            jax.jit(lambda x: jaxsparse.check_finite(x))(jnp.ones(3))
+        with pytest.raises(ValueError, match=r"gradient\['b'\] is a scalar"):
+            jaxsparse.check_finite({"b": jnp.float32(1)})

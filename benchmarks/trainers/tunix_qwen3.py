@@ -6,6 +6,7 @@ Model, loss, loop and compiling are tunix's. Lines that end in "# +" compress be
 
 import dataclasses
 import os
+import types
 from pydoc_data import topics
 
 import jax
@@ -20,6 +21,8 @@ import jaxsparse  # +
 
 STEPS = int(os.environ.get("STEPS", "10"))
 DENSITY = float(os.environ.get("DENSITY", "0.01"))
+VARIANT = os.environ.get("VARIANT", "plain")
+PARTS = 2 if VARIANT == "accumulation" else None
 CONFIG = dataclasses.replace(
     qwen3.ModelConfig.qwen3_0p6b(),
     num_layers=2,
@@ -45,7 +48,7 @@ def create_model():
 def batches():
     text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
     rng = np.random.default_rng(0)
-    for _ in range(STEPS):
+    for _ in range(STEPS * (PARTS or 1)):
         starts = rng.integers(len(text) - 64, size=16)
         tokens = text[starts[:, None] + np.arange(64)].astype(np.int32)
         yield peft_trainer.TrainingInput(input_tokens=tokens, input_mask=np.ones_like(tokens))
@@ -77,6 +80,9 @@ class Print(TrainingHooks):
 mesh = jax.make_mesh(
     (2, 2, 2), ("hosts", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3
 )
+if VARIANT == "accumulation":
+    of_rows = lambda tx, k: jaxsparse.multi_steps(tx, k, axis_name="hosts", mesh=mesh)
+    peft_trainer.optax = types.SimpleNamespace(**vars(optax) | {"MultiSteps": of_rows})
 with mesh:
     tx = optax.adamw(3e-3)
     tx = optax.chain(jaxsparse.spardl(DENSITY, axis_name="hosts", mesh=mesh), tx)  # +
@@ -84,6 +90,7 @@ with mesh:
         eval_every_n_steps=1000,
         max_steps=STEPS,
         data_sharding_axis=(("hosts", "fsdp"),),
+        gradient_accumulation_steps=PARTS,
     )
     trainer = peft_trainer.PeftTrainer(create_model(), tx, config)
     trainer.with_gen_model_input_fn(model_inputs).with_training_hooks(Print())

@@ -114,9 +114,9 @@ def _check_shapes(updates: Any, shapes: Sequence[tuple[int, ...]], axis_name: st
                 "row for each worker: it has been averaged already, by JAX or by an exchange in "
                 "front, or is one worker's row, or made anew. Take jaxsparse.value_and_grad in the "
                 "place of jax.value_and_grad. A wrapper that keeps gradients, such as "
-                "optax.MultiSteps, stands behind: grads, kept = exchange.update(grads, kept, "
-                "params) first. (One worker's own gradients are exchanged where the axis is "
-                "bound; axis_name=None is for a single worker)"
+                "optax.MultiSteps, stands behind: jaxsparse.multi_steps(tx, k) stands around. (One "
+                "worker's own gradients are exchanged where the axis is bound; axis_name=None is "
+                "for a single worker)"
             )
         if jnp.shape(x)[1:] != shape:
             raise ValueError(

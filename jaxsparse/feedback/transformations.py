@@ -264,7 +264,7 @@ def exchange(reducer: Reducer, **options: Unpack[Options]) -> Exchange:
     `jaxsparse.per_worker`, such as a clip of each worker's gradient. `jaxsparse.partition` treats
     leaves differently; `optax.multi_transform` would hide gradients from it. Three other wrappers
     must not stand around it. `optax.MultiSteps` keeps gradients as if all workers had the same:
-    accumulate by a scan inside the step instead. `optax.apply_if_finite` branches on a local value,
+    take `jaxsparse.multi_steps`. `optax.apply_if_finite` branches on a local value,
     so that workers wait for each other forever; the next paragraph makes it needless.
     `optax.masked` never averages the leaves that it leaves out, so that replicas diverge.
 

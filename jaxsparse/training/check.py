@@ -208,8 +208,8 @@ def _traced(
                 "wrapper around the exchange combines them, as optax.contrib.mechanize does, hides "
                 "some, as optax.masked does (whose mask, if it is a function, sees rows), or "
                 "branches, as optax.apply_if_finite and optax.conditionally_transform do, put it "
-                "behind the exchange, which skips steps that are not finite by itself. Accumulate "
-                "gradients by a scan over microbatches in place of optax.MultiSteps"
+                "behind the exchange, which skips steps that are not finite by itself. In place of "
+                "optax.MultiSteps take jaxsparse.multi_steps"
             ) from error
     return program, state, *result
 
