@@ -2035,28 +2035,107 @@ def test_a_body_that_casts_its_weights_is_told():
         jaxsparse.grad(loss, mesh=where)(*put(where, 4))
 
 
-def test_a_gradient_in_a_checked_body_is_refused():
-    """JAX's types would sum it over workers."""
-    where = mesh_of((4, 2))
+def test_a_derivative_that_sums_as_checked_types_demand_is_told():
+    f = jax.custom_vjp(lambda s, h: s * h)
+    f.defvjp(
+        lambda s, h: (s * h, (s, h)),
+        lambda kept, ct: (lax.psum((ct * kept[1]).sum(), "data"), ct * kept[0]),
+    )
+    split = by_four(f, (P(), P("data")), P("data"), checked=True)
+    x = jax.device_put(jnp.arange(8.0), NamedSharding(four(), P("data")))
+    with pytest.raises(ValueError, match=r"losses.py:\d+.*checked types.*give it check_vma=False"):
+        jaxsparse.grad(lambda s, x: square(split(s, x)), mesh=four())(jnp.float32(1), x)
 
-    def penalty(x, a):
-        of = lambda a: lax.pmean(jnp.sum(jnp.tanh(x @ a) ** 2), "data")
-        return jnp.sum(jax.grad(of)(a) ** 2)
 
-    def loss(checked, w, x):
+def energy(h, s):
+    return jnp.sum(jnp.tanh(s * h))
+
+
+GRADIENTS = {  # in a body: whether JAX, by its types, sums it over workers (None: is followed)
+    "of weights": (lambda h, s: h * jax.grad(energy, 1)(h, s), True),
+    "of weights, and a number": (
+        lambda h, s: h * jax.grad(energy, 1)(h, s) + jnp.float32(lax.axis_index("data")),
+        True,
+    ),
+    "of weights for each row": (
+        lambda h, s: h * jax.vmap(jax.grad(energy, 1), (0, None))(h, s)[:, None],
+        True,
+    ),
+    "of a mean": (
+        lambda h, s: h * jax.grad(lambda s: lax.pmean(energy(h, s), "data"))(s),
+        True,
+    ),
+    "of a constant": (lambda h, s: h * jax.grad(lambda c: energy(h, c + s))(jnp.zeros(())), None),
+    "transposed": (lambda h, s: h * jax.linear_transpose(lambda s: h * s, s)(h)[0], True),
+    "of rows": (lambda h, s: h * jax.grad(energy)(h, s), False),
+    "of rows, and a mean": (
+        lambda h, s: h * jax.grad(energy)(h, s) + lax.pmean(h.mean(), "data"),
+        False,
+    ),
+    "of rows and their mean": (
+        lambda h, s: h * jax.grad(lambda h: energy(h - lax.pmean(h.mean(), "data"), s))(h),
+        False,
+    ),
+    "forward": (lambda h, s: h * jax.jacfwd(energy, 1)(h, s), False),
+    "solve": (lambda h, s: jnp.linalg.solve(jnp.eye(4) * (2 + s), h.T).T, False),
+}
+
+
+@pytest.mark.parametrize("name", some(GRADIENTS, ["of weights", "of rows and their mean"]))
+@pytest.mark.parametrize("where", some(["auto", "explicit", "simulated"], ["auto"]))
+def test_a_gradient_in_a_body_with_checked_types(where, name):
+    body, is_summed = GRADIENTS[name]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), "f")
+    kind = AxisType.Explicit if where == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
+    workers = {"workers": 4} if where == "simulated" else {"mesh": mesh}
+    batch = x if where == "simulated" else jax.device_put(x, NamedSharding(mesh, P("data")))
+
+    def loss(is_checked, mesh, s, x):
+        specs = (P("data"), P())
         split = jax.shard_map(
-            penalty, mesh=where, in_specs=(P("data"), P()), out_specs=P(), check_vma=checked
+            body, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=is_checked
         )
-        return split(x, w["a"])
+        return jnp.mean(jnp.tanh(split(x, s)) ** 2)
 
-    with pytest.raises(
-        ValueError, match=r"losses.py:\d+.*gradient inside.*give it check_vma=False"
-    ):
-        jaxsparse.grad(functools.partial(loss, True), mesh=where)(*put(where, 4))
-    plain = jax.grad(lambda w, x: penalty(x, w["a"]))
-    expected = forms.by_worker(plain)
-    found = jaxsparse.grad(functools.partial(loss, False), mesh=where)(*put(where, 4))
-    check(found["a"], expected["a"])
+    def found(is_checked):
+        own = jax.make_mesh((1,), ("data",), (kind,), devices=jax.devices()[:1])
+        of = functools.partial(loss, is_checked, own if where == "simulated" else mesh)
+        both = jax.jit(jaxsparse.value_and_grad(of, **workers))(jnp.float32(0.7), batch)
+        return jax.tree.map(lambda x: np.asarray(x).mean(), both)
+
+    def plain(is_checked):
+        of = jax.value_and_grad(functools.partial(loss, is_checked, four()))
+        return jax.jit(of)(jnp.float32(0.7), jax.device_put(x, NamedSharding(four(), P("data"))))
+
+    with jax.numpy_rank_promotion("allow"):
+        check(found(False), plain(False))
+        is_simulated = where == "simulated" and "mean" in name  # whose types have no axis
+        if is_summed or is_simulated or (is_summed is None and where != "auto"):
+            with pytest.raises(ValueError, match=r"losses.py:\d+.* give it check_vma=False"):
+                found(True)
+        else:
+            check(found(True), plain(True))
+
+
+def test_sums_along_axes_that_a_vmap_has_named():
+    draw = np.random.default_rng(0).normal
+    x, w = draw(size=(8, 8)).astype("f"), jnp.asarray(draw(size=(8, 8)) / 3, "f")
+    of_heads = lambda h: jax.vmap(lambda c: jnp.sin(c) - lax.pmean(c, "i"), 1, 1, axis_name="i")(h)
+    stacked = lambda h: jax.vmap(lambda v: lax.psum(v, "k"), axis_name="k", out_axes=None)(
+        jnp.stack([h, jnp.sin(h)])
+    )
+
+    def loss(w, x, number, split):
+        by = lambda h: jnp.tanh(h) * (1 + jnp.float32(number()))
+        by = by if split is None else split(by, P("data"), P("data"))
+        return square(by(stacked(of_heads(x @ w))) @ w)
+
+    found = jaxsparse.grad(
+        lambda w, x: loss(w, x, lambda: lax.axis_index("data"), by_four), mesh=four()
+    )(w, jax.device_put(x, NamedSharding(four(), P("data"))))
+    for i, part in enumerate(np.split(x, 4)):
+        check(found[i], jax.grad(lambda w, part=part, i=i: loss(w, part, lambda: i, None))(w))
 
 
 @pytest.mark.parametrize("names", [("data", "tp"), ("all", "tp")])

@@ -136,6 +136,11 @@ def axes_of(parameters: dict[str, Any]) -> tuple[str, ...]:
     return tuple(named)
 
 
+def numbered_axes_of(parameters: dict[str, Any]) -> tuple[int, ...]:
+    """The axes that a reduction, or a sum under `jax.vmap(axis_name=)`, takes from an array."""
+    return tuple(a for a in parameters.get("axes", ()) if not isinstance(a, str))
+
+
 def manual_axes_of(parameters: dict[str, Any]) -> frozenset[str]:
     """The axes that a `jax.shard_map` makes manual, from its parameters in a program."""
     return frozenset(parameters["newly_manual_axes"])
@@ -289,16 +294,16 @@ def place() -> str:
     return summarize(current()) or _own_place(traceback.extract_stack())
 
 
-def place_of_error(error: BaseException) -> str:
+def place_of_error(error: BaseException, unknown: str = "unknown place") -> str:
     """Where the user's code is that raised an error inside JAX, as "file:line (function)"."""
-    return _own_place(traceback.extract_tb(error.__traceback__))
+    return _own_place(traceback.extract_tb(error.__traceback__), unknown)
 
 
-def _own_place(frames: traceback.StackSummary) -> str:
+def _own_place(frames: traceback.StackSummary, unknown: str = "unknown place") -> str:
     """The last frame that is neither JAX's nor ours. An inner jit keeps no other place."""
     hidden = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
     own = [frame for frame in frames if not frame.filename.startswith(hidden)]
-    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else "unknown place"
+    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else unknown
 
 
 def inputs_of(equation: Any) -> Sequence[Any]:

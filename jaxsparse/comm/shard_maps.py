@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxsparse.comm import compat
 
@@ -114,6 +114,7 @@ _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
 _HAS_NO_CASTS: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "jaxsparse_no_casts", default=False
 )
+OURS = "the jax.shard_map at "  # errors of ours begin so
 # The scope of operations in rules of custom derivatives, and behind it which rule and call.
 SCOPE = "jaxsparse_rule"
 # The scopes of operations in a body whose specs name the workers' axis, and in another one, and
@@ -146,11 +147,11 @@ def leave_out(
             yield tracing
     except Exception as error:
         if _is_of_types(error) and not isinstance(error.__cause__, ValueError | TypeError):
+            where = compat.place_of_error(error, *tracing.places[-1:])
             raise ValueError(
-                f"the code at {compat.place_of_error(error)} does not run in a jax.shard_map with "
-                f"checked types, where one worker's values vary over the workers' axis "
-                f"{axis_name!r}: give it check_vma=False, or leave out a jax.lax.pcast over that "
-                "axis"
+                f"the code at {where} does not run in a jax.shard_map with checked types, where "
+                f"one worker's values vary over the workers' axis {axis_name!r}: give it "
+                "check_vma=False, or leave out a jax.lax.pcast over that axis"
             ) from error
         if tracing.places:
             error.add_note(
@@ -173,9 +174,12 @@ def of_library() -> Iterator[None]:
         _TRACING.reset(token)
 
 
+_OF_TYPES = "Unsupported pcast", "varying manual axes", "manual axis types"
+
+
 def _is_of_types(error: Exception) -> bool:
     """Whether checked types refuse a program."""
-    return any(x in str(error) for x in ("Unsupported pcast", "varying manual axes"))
+    return any(x in str(error) for x in _OF_TYPES)
 
 
 @contextlib.contextmanager
@@ -367,7 +371,7 @@ def _bound(
             newly_manual_axes |= {axis}
             is_typed = tracing.typed == "all" or (tracing.typed == "named" and call.is_named)
             if is_called and check_vma and is_typed:
-                body = functools.partial(_typed, body, axis, place)
+                body = functools.partial(_typed, body, axis, call)
         subfuns = (body,)
     try:
         found: Any = original(
@@ -382,7 +386,11 @@ def _bound(
         mark = lambda x, i, cut: _marked(x, cut, call, i, "makes")
         return found.map(lambda x: mark(x, *next(cuts))) if is_called else found
     except (AssertionError, ValueError) as error:
-        if tracing is None or not (check_vma and tracing.is_simulated):
+        if (
+            tracing is None
+            or not (check_vma and tracing.is_simulated)
+            or str(error).startswith(OURS)
+        ):
             raise
         if str(error) and f"'{tracing.axis_name}'" not in str(error):
             raise
@@ -429,8 +437,55 @@ def _run(
             f"({str(error).splitlines()[0]}). Each worker has all of its weights: leave the axis "
             "out of their specs, and out of what gathers or scatters them inside"
         ) from error
+    if call.is_named and call.is_checked and _has_gradient(call.body.jaxpr):
+        _check_gradient(body, tracing.axis_name, call, args)
     with jax.named_scope(f"{CUT if call.is_named else WHOLE}_{call.number}"):
         return _made(body, tracing, call, *args)
+
+
+def _check_gradient(
+    body: Callable[..., Any], axis_name: str, call: MappedCall, args: Sequence[Any]
+) -> None:
+    """Raises ValueError if by its own types JAX sums a gradient in a body over workers.
+
+    It does so for what does not vary over them, as weights, although nobody wrote a sum.
+    """
+    assert call.body is not None
+    takes, mesh = [*call.takes], jax.sharding.get_abstract_mesh()
+    if axis_name not in mesh.manual_axes:  # workers are simulated
+        mesh = mesh.update_axis_types({axis_name: AxisType.Manual})
+
+    def sums(of_jax: bool) -> int:
+        is_equal = [cut.dim is None and of_jax for cut in takes]
+
+        def typed(*args: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(mesh):
+                types = lambda x, equal: (untyped if equal else enter)(x, axis_name)
+                return body(*map(types, args, is_equal))
+
+        return _sums_in_gradients(_traced(typed, args).jaxpr, axis_name)
+
+    error = None
+    try:
+        # Untyped, as a body without collectives runs, a sum's transpose is a sum, too.
+        here = {_sums_in_gradients(call.body.jaxpr, axis_name), sums(of_jax=False)}
+        is_alike = here == {sums(of_jax=True)}
+    except (TypeError, ValueError) as found:
+        error = found
+    if error is not None or not is_alike:
+        raise ValueError(
+            f"the jax.shard_map at {call.place} takes a gradient inside. With checked types JAX "
+            f"sums one of what does not vary over the workers' axis {axis_name!r}, as of weights, "
+            "over workers, and here it would not: give it check_vma=False, and write that sum"
+        ) from error
+
+
+def _sums_in_gradients(program: Jaxpr, axis_name: str) -> int:
+    """How many operations in the gradients of a program communicate over the axis."""
+    return sum(
+        "transpose(" in scopes and _is_over(equation, axis_name)
+        for equation, scopes in compat.scoped(program)
+    )
 
 
 def _made(body: Callable[..., Any], tracing: Tracing, call: MappedCall, *args: Any) -> Any:
@@ -465,7 +520,7 @@ def _marked(x: Any, cut: Cut, call: MappedCall, number: int, verb: str) -> Any:
     return _mark.bind(x, dim=cut.dim, is_mapped=False, **params)
 
 
-def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> Any:
+def _typed(body: Callable[..., Any], axis_name: str, call: MappedCall, *args: Any) -> Any:
     args = tuple(enter(x, axis_name) for x in args)
     # Values that it closes over have no such type, and JAX would sum their cotangents over workers.
     traced = _traced(body, args)
@@ -473,13 +528,14 @@ def _typed(body: Callable[..., Any], axis_name: str, place: str, *args: Any) -> 
     closed = [x for x in traced.consts if isinstance(x, jax.core.Tracer) and is_float(x)]
     if closed:
         raise ValueError(
-            f"the jax.shard_map at {place} uses the axis {axis_name!r} inside, and closes over "
-            f"values of shapes {[x.shape for x in closed]}: pass them as arguments, with in_specs "
-            "of their own, or give it check_vma=False"
+            f"the jax.shard_map at {call.place} uses the axis {axis_name!r} inside, and closes "
+            f"over values of shapes {[x.shape for x in closed]}: pass them as arguments, with "
+            "in_specs of their own, or give it check_vma=False"
         )
-    if _has_gradient(traced.jaxpr) and communicates(traced.jaxpr, axis_name):
+    is_judged = call.is_named  # by JAX's own types, see `_run`
+    if not is_judged and _has_gradient(traced.jaxpr) and communicates(traced.jaxpr, axis_name):
         raise ValueError(
-            f"the jax.shard_map at {place} takes a gradient inside, and communicates over the "
+            f"the jax.shard_map at {call.place} takes a gradient inside, and communicates over the "
             f"workers' axis {axis_name!r}. With checked types JAX would sum that gradient over "
             "workers, and not here: give it check_vma=False"
         )
@@ -493,9 +549,12 @@ def _has_gradient(program: Jaxpr) -> bool:
 
 def communicates(program: Jaxpr, axis_name: str) -> bool:
     """Whether an operation anywhere in the program communicates over the axis."""
-    return any(
-        e.primitive.name in compat.OPCODES and axis_name in compat.axes_of(e.params)
-        for e, _ in compat.scoped(program)
+    return any(_is_over(equation, axis_name) for equation, _ in compat.scoped(program))
+
+
+def _is_over(equation: Any, axis_name: str) -> bool:
+    return equation.primitive.name in compat.OPCODES and axis_name in compat.axes_of(
+        equation.params
     )
 
 
@@ -592,9 +651,10 @@ MARKS = (MARK, TAG)
 
 # Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
 # JAX's own cast to varying would sum them over workers.
+ENTERING = "enter_worker", "leave_worker"
 _enter, _leave = (
     identity(name, lambda aval, *, axis_name, yes=yes: compat.with_varying(aval, axis_name, yes))
-    for name, yes in (("enter_worker", True), ("leave_worker", False))
+    for name, yes in zip(ENTERING, (True, False))
 )
 ad.deflinear2(_enter, lambda ct, _, *, axis_name: [leave(ct, axis_name)])
 ad.deflinear2(_leave, lambda ct, _, *, axis_name: [enter(ct, axis_name)])
@@ -611,4 +671,9 @@ def leave(x: Any, axis_name: str) -> Any:
     """Types a value as no longer varying. One that is equal on all workers is used by all."""
     if axis_name not in compat.varying_axes(x):
         x = compat.cast_to_varying(x, axis_name)
-    return _leave.bind(x, axis_name=axis_name)
+    return untyped(x, axis_name)
+
+
+def untyped(x: Any, axis_name: str) -> Any:
+    """A value without the type of one that varies over workers."""
+    return _leave.bind(x, axis_name=axis_name) if axis_name in compat.varying_axes(x) else x

@@ -206,6 +206,10 @@ def _solved(call: Call) -> int | None:
 ALONG: dict[str, Rule] = {
     **{f"reduce_{x}": _reduced for x in ("and", "max", "min", "or", "prod", "sum", "xor")},
     **dict.fromkeys(("argmax", "argmin"), _reduced),
+    # Under `jax.vmap(axis_name=)`, which numbers its axis.
+    **dict.fromkeys(
+        ("psum", "pmax", "pmin"), lambda call: call.without(compat.numbered_axes_of(call.params))
+    ),
     "reduce": lambda call: call.without(call.params["dimensions"]),
     **{f"cum{x}": _summed for x in ("logsumexp", "max", "min", "prod", "sum")},
     "conv_general_dilated": _convolved,

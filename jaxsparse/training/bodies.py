@@ -108,7 +108,11 @@ def check_traced_before(program: Jaxpr, axis_name: str) -> None:
         inside = [*compat.scoped(equation.params["jaxpr"])]
         ours = shard_maps.CUT, shard_maps.WHOLE, meshes.SCOPE
         is_known = any(scope in stack for _, stack in inside for scope in ours)
-        is_over = any(axis_name in compat.axes_of(each.params) for each, _ in inside)
+        is_over = any(
+            axis_name in compat.axes_of(each.params)
+            for each, _ in inside
+            if each.primitive.name not in shard_maps.ENTERING  # which derivatives hold alone
+        )
         specs = (*equation.params["in_specs"], *equation.params["out_specs"])
         is_cut = any(shard_maps.names(spec, axis_name) for spec in specs)
         if inside and not is_known and (is_cut or is_over):

@@ -299,7 +299,8 @@ class _RowsOfBatch(RowsReading):
             return [_alike(equation, inputs, _shape_of(x)) for x in equation.outvars]
         where = place_in_source(self.around or equation)
         inputs = [x if yes else None for x, yes in zip(inputs, is_of_batch)]
-        is_map = name in ELEMENTWISE or name in SUMMED or compat.is_elementwise(equation)
+        is_sum = name in SUMMED and not compat.numbered_axes_of(equation.params)
+        is_map = is_sum or name in ELEMENTWISE or compat.is_elementwise(equation)
         if is_map or any(isinstance(x, str) for x in inputs):
             return every(self.join(inputs))
         if _is_statistic(equation, inputs):
@@ -586,4 +587,5 @@ def _is_statistic(equation: Any, inputs: list[Any]) -> bool:
     if name == "dot_general":
         ((left, right), _) = equation.params["dimension_numbers"]
         return None not in axes and any(tuple(axes) == pair for pair in zip(left, right))
-    return name.startswith("reduce_") and axes[0] in equation.params.get("axes", ())
+    is_sum = name.startswith("reduce_") or name in SUMMED
+    return is_sum and axes[0] in compat.numbered_axes_of(equation.params)

@@ -154,7 +154,8 @@ def told_of_explicit(mesh: AnyMesh | None, axis_name: str) -> Iterator[None]:
             word in words
             for word in (repr(axis_name), f": {axis_name} ", "`Manual`", "{V:", "cotangent type")
         )
-        if mesh is None or AxisType.Explicit not in mesh.axis_types or not is_of_axis:
+        is_ours = words.startswith(shard_maps.OURS)
+        if mesh is None or AxisType.Explicit not in mesh.axis_types or not is_of_axis or is_ours:
             raise
         raise ValueError(
             f"the code at {compat.place_of_error(error)} does not run in one worker's function on "
@@ -209,7 +210,7 @@ def _check_names(program: Jaxpr, axis_name: str) -> None:
 
 
 def _enters(program: Jaxpr) -> bool:
-    return any(e.primitive.name in ("enter_worker", "leave_worker") for e in program.eqns)
+    return any(e.primitive.name in shard_maps.ENTERING for e in program.eqns)
 
 
 def knows_mesh(program: Jaxpr) -> bool:
