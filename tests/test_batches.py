@@ -100,6 +100,27 @@ def test_batches_of_nothing_are_refused(name):
         jaxsparse.grad(lambda w, x, y: w.sum(), workers=3, **options)(W, batch, ())
 
 
+@pytest.mark.parametrize("kind", ["value_and_grad", "LocalSteps"])
+def test_arrays_of_a_batch_have_as_many_rows(kind):
+    """Weights of classes would be cut, and an index is clamped."""
+    start = np.ones(2, "f")
+    batch = {"x": np.ones((6, 2), "f"), "weights": np.arange(3, dtype="f")}
+    loss = lambda w, batch: jnp.mean(batch["x"] @ w * batch["weights"][0])
+    run = jaxsparse.grad(loss, workers=3)
+    if kind == "LocalSteps":
+        step = lambda state, batch: ((state[0] - jax.grad(loss)(state[0], batch),), 0.0)
+        train = jaxsparse.LocalSteps(step, jaxsparse.dense(), optax.sgd(1.0), mesh(3))
+        state = train.init((start,))
+        run = lambda _, batch: train(state, batch, 0)
+    with pytest.raises(
+        ValueError, match=r"\['weights'\] has 3 rows, and argument 1\['x'\] 6: each"
+    ):
+        run(start, batch)
+    keys = {"x": batch["x"], "weights": jax.random.split(jax.random.key(0), 3)}
+    drawn = lambda w, batch: jnp.mean(batch["x"] @ w) * jax.random.normal(batch["weights"][0])
+    assert jaxsparse.grad(drawn, workers=3)(start, keys).shape == (3, 2)
+
+
 def test_a_batch_by_name_is_refused():
     with pytest.raises(ValueError, match=r"has 1 positional.* or gets it by name, has to take it"):
         jaxsparse.grad(loss, workers=3)(W, x=X, weights=WEIGHTS)

@@ -756,3 +756,36 @@ def test_other_arrays_beside_rows_stay_allowed(name):
     front = WITH[name]
     step = lambda p, x, c, held: EXCHANGE.update(front(ROWS(p, x), p, c, held), EXCHANGE.init(p), p)
     jax.eval_shape(step, START, INPUTS, START, HELD)
+
+
+STACKED = {"layers": jnp.float32(np.random.default_rng(0).normal(size=(WORKERS, 4, 5)))}
+OF_LAYERS = {
+    "decay": jax.vmap(lambda g, w: g + 0.1 * w),
+    "ratio": jax.vmap(lambda g, w: g * jnp.linalg.norm(w)),
+    "jit": jax.jit(jax.vmap(lambda g, w: g * jnp.tanh(w))),
+}
+OF_WORKERS = {
+    "decay": lambda g, w: g + 0.1 * w,
+    "over workers": jax.vmap(lambda g, w: g * jnp.tanh(w), in_axes=(0, None)),
+    "ratio of a layer": lambda g, w: g * jnp.linalg.norm(w, axis=(1, 2))[None, :, None, None],
+}
+
+
+@pytest.mark.parametrize("name", [*OF_LAYERS, *(f"right {name}" for name in OF_WORKERS)])
+def test_as_many_layers_as_workers_are_not_taken_for_these(name):
+    loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["layers"][:, :, 0].T) ** 2)
+    rows = jaxsparse.grad(loss, workers=WORKERS)
+    is_right = name.startswith("right ")
+    f = OF_WORKERS[name.removeprefix("right ")] if is_right else OF_LAYERS[name]
+    front = lambda params, grads: jax.tree.map(f, grads, params)
+    step = lambda p, x: EXCHANGE.update(front(p, rows(p, x)), EXCHANGE.init(p), p)[0]
+    with jax.numpy_rank_promotion("allow"):
+        if not is_right:
+            with pytest.raises(ValueError, match=r"test_front.py:\d+.*with a layer of parameters"):
+                jax.jit(step)(STACKED, INPUTS[:, :4])
+            return
+        found = jax.jit(step)(STACKED, INPUTS[:, :4])
+        plain = jax.grad(loss)(STACKED, INPUTS[:, :4])["layers"][None]
+        np.testing.assert_allclose(
+            found["layers"], f(plain, STACKED["layers"])[0], rtol=1e-5, atol=1e-6
+        )

@@ -125,6 +125,15 @@ def first_worker_frozen():
     jax.jit(lambda p, x: tx.update(first(grads(p, x)), tx.init(p), p)[0])(PARAMS, ROWS)
 
 
+def layers_as_workers():
+    tx, params = jaxsparse.dense(workers=2), {"w": jnp.ones((2, 3))}
+    decay = jax.vmap(lambda g, w: g + 0.1 * w)
+    grads = jaxsparse.grad(of_rows, workers=2)
+    step = lambda p, x: tx.update(jax.tree.map(decay, grads(p, x), p), tx.init(p), p)
+    with jax.numpy_rank_promotion("allow"):
+        jax.jit(step)(params, ROWS)
+
+
 def exchange_in_per_worker():
     chain = optax.chain(jaxsparse.spardl(0.1), optax.scale(1.0))
     jaxsparse.per_worker(chain).init(PARAMS)
@@ -148,6 +157,10 @@ REFUSED = {
     ),
     "give tx.update(grads, state, params)": lambda: two_workers(params=None),
     "has as many rows as the batch": lambda: jaxsparse.grad(of_rows, workers=2)(PARAMS, ROWS, ROWS),
+    "each worker would get its share of both": lambda: jaxsparse.grad(of_rows, workers=2)(
+        PARAMS, (ROWS, ROWS[:2])
+    ),
+    "with a layer of parameters": layers_as_workers,
     "and split over the workers": lambda: jaxsparse.grad(of_rows, 1, workers=2)(PARAMS, ROWS),
     "so this is one worker's code already": lambda: jax.vmap(
         lambda x: jaxsparse.grad(of_rows)(PARAMS, x), axis_name="data"

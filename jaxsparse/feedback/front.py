@@ -38,6 +38,7 @@ from jaxsparse.feedback.axes import (
 )
 from jaxsparse.feedback.mixtures import (
     GRADIENT,
+    LAYERS,
     MEANS,
     MEANS_OF_MOMENTUM,
     PARAMETERS,
@@ -117,16 +118,19 @@ def check_front(updates: Any, params: Any = None, state: Any = None) -> None:
     if params is None:
         return
     own = [compat.under(x, 0)[0] for x in jax.tree.leaves(params)]
-    given = {*map(compat.variable, own), *_first_inputs(compat.made_by(own, _is_mark))}
+    bits = dict.fromkeys(_first_inputs(compat.made_by(own, _is_mark)), PARAMETERS)
+    bits |= dict.fromkeys(map(compat.variable, own), PARAMETERS | LAYERS)
     shapes = {jnp.shape(x) for x in own} - {jnp.shape(x) for x, _ in under} - {()}
     mixtures = Mixtures(GRADIENT)
-    mixtures.read(
-        equations,
-        {
-            x: PARAMETERS if x in given else STATE if x.aval.shape in shapes else 0
-            for x in _first_inputs(equations)
-        },
-    )
+    of_shape = lambda x: STATE if x.aval.shape in shapes else 0
+    mixtures.read(equations, {x: bits.get(x, of_shape(x)) for x in _first_inputs(equations)})
+    if mixtures.layered is not None:
+        raise ValueError(
+            f"In front of the exchange, {place_in_source(mixtures.layered)} combines each worker's "
+            "row with a layer of parameters, as a jax.vmap over layers does: gradients have a row "
+            "for each worker in front of their layers. Write it without jax.vmap, or put it in "
+            "jaxsparse.per_worker(optax.stateless(lambda grads, params: ...))"
+        )
     if mixtures.fading:
         warnings.warn(
             f"in front of the exchange, {mixtures.fading} adds a state of one worker, such as a "

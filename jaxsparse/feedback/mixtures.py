@@ -22,9 +22,12 @@ GRADIENT, MEANS, MEANS_OF_MOMENTUM = (
 
 # What a value is made of, as bits. Numbers are a state's counters, rates and keys. A state that
 # fades and a share of the parameters are scaled. A power and a norm are those of updates; a bound
-# is a norm beside a constant. The bits above are one for each array that exchanges deliver.
-PARAMETERS, STATE, NUMBER, _SCALED, _UPDATE, _POWER, _NORM, _BOUND = (1 << i for i in range(8))
-DELIVERED = 8
+# is a norm beside a constant. Layers are a parameter's first axis, where it is the first one still.
+# The bits above are one for each array that exchanges deliver.
+PARAMETERS, STATE, NUMBER, _SCALED, _UPDATE, _POWER, _NORM, _BOUND, LAYERS = (
+    1 << i for i in range(9)
+)
+DELIVERED = 9
 
 
 class Mixtures(Reading[int]):
@@ -38,6 +41,7 @@ class Mixtures(Reading[int]):
             nowhere.
         clips: whether they are clipped, by value or by norm.
         decays: whether a share of the parameters is added to them.
+        layered: an operation that combines layers of parameters with rows of workers, if any.
         delivered: the size of each array that exchanges deliver in the program of a check, and the
             equation that makes it.
     """
@@ -49,6 +53,7 @@ class Mixtures(Reading[int]):
         self.source = source
         self.fading = ""
         self.clips = self.decays = False
+        self.layered: Any = None
         self.delivered = list[tuple[int, Any]]()
 
     def join(self, values: Iterable[int]) -> int:
@@ -57,8 +62,17 @@ class Mixtures(Reading[int]):
             made |= value
         return made
 
+    def sliced(self, value: int, equation: Any) -> int:
+        return value & ~LAYERS
+
+    def stacked(self, value: int) -> int:
+        return value & ~LAYERS
+
     def operation(self, equation: Any, inputs: list[int]) -> list[int]:
-        name, made = equation.primitive.name, self.join(inputs)
+        name, made = equation.primitive.name, self.join(inputs) & ~LAYERS
+        given = zip(inputs, compat.inputs_of(equation))
+        if any(x & LAYERS and _keeps_first(equation, variable) for x, variable in given):
+            made |= LAYERS
         label = str(equation.params.get("name")) if name == "name" else name
         if label.startswith(MEANS):
             made = made >> DELIVERED << DELIVERED | 1 << DELIVERED + self._number(equation)
@@ -94,6 +108,8 @@ class Mixtures(Reading[int]):
         if not any(is_update):
             return
         others = [x for x, yes in zip(inputs, is_update) if not yes]
+        if any(x & LAYERS for x in others) and compat.is_elementwise(equation):
+            self.layered = self.layered or self.around or equation
         scaled = self.join(x for x in others if x & _SCALED and not x & _UPDATE)
         if name in ("add", "add_any", "sub") and scaled:
             self.decays |= bool(scaled & PARAMETERS)
@@ -108,6 +124,17 @@ class Mixtures(Reading[int]):
         by_norm = name == "select_n" and bool(inputs[0] & _NORM) and all(is_update[1:])
         by_bound = name in ("mul", "div") and any(x & _BOUND for x in others)
         self.clips |= by_value or by_norm or by_bound
+
+
+def _keeps_first(equation: Any, given: Any) -> bool:
+    """Whether the first axis of what an operation is given is the first of its result, too."""
+    name, shape = equation.primitive.name, given.aval.shape[:1]
+    if name == "broadcast_in_dim":
+        return equation.params["broadcast_dimensions"][:1] == (0,)
+    if name == "transpose":
+        return equation.params["permutation"][:1] == (0,)
+    is_gone = name.startswith("reduce_") and 0 in equation.params.get("axes", ())
+    return not is_gone and equation.outvars[0].aval.shape[:1] == shape
 
 
 def _is_off(equation: Any) -> bool:

@@ -142,12 +142,30 @@ def check_batches(batches: Mapping[int, Any], workers: int) -> None:
                 "cannot share equally: change the batch size, or pass what each worker is to see "
                 "whole as another argument"
             )
+    for i, batch in batches.items():
+        _check_alike(i, batch, workers)
     if leaves and not any(shape[0] for _, shape in leaves):
         name, shape = leaves[0]
         raise ValueError(
             f"{name} is a batch of shape {shape}, which has no rows: skip this step, or drop the "
             "last batch of an epoch if it is empty"
         )
+
+
+def _check_alike(i: int, batch: Any, workers: int) -> None:
+    """Raises ValueError if arrays of one batch have unlike numbers of rows. Keys may."""
+    is_key = lambda x: jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
+    leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(batch)[0] if not is_key(x)]
+    for name, x in leaves[1:]:
+        first, rows = leaves[0][0], jnp.shape(leaves[0][1])[0]
+        if jnp.shape(x)[0] != rows:
+            raise ValueError(
+                f"argument {i}{first} has {rows} rows, and argument {i}{name} {jnp.shape(x)[0]}: "
+                "each worker would get its share of both. If one has no rows of the batch, as "
+                "weights of classes, pass it as an argument of its own, which all workers get "
+                "whole. If both have, give them as many: x.reshape("
+                f"{workers}, -1, *x.shape[1:]) has one for each worker"
+            )
 
 
 AS_OTHER_SHAPE = "give it another shape, as x[None]"

@@ -107,10 +107,11 @@ def value_and_grad(
 
     Raises:
         ValueError: at the call: no mesh is known, the axis is bound already, an argument is missing
-            or both differentiated and split, the workers don't divide a batch, or it is empty; or
-            an array elsewhere has as many rows as the batch: by name, or if `batch_argnums` was not
-            given in another argument; or the loss closes over one and each worker has one row. (An
-            array of more rows over which it closes is whole on each worker, whatever it is.)
+            or both differentiated and split, the workers don't divide a batch, or it is empty, or
+            its arrays have unlike numbers of rows; or an array elsewhere has as many as the batch:
+            by name, or if `batch_argnums` was not given in another argument; or the loss closes
+            over one and each worker has one row. (An array of more rows over which it closes is
+            whole on each worker, whatever it is, and so is what the loss makes of it.)
 
     Example:
         >>> loss = lambda w, x: jnp.sum(w * x.mean(0))
