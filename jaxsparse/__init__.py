@@ -65,7 +65,7 @@ from jaxsparse.training.sharding import local, shard
 from jaxsparse.training.watching import watch
 from jaxsparse.training.zero1 import zero1
 
-__version__ = "0.3.0"
+__version__ = "0.9.0"
 
 # The names that a training program uses. Building blocks are in the modules imported above.
 __all__ = [
