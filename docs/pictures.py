@@ -163,10 +163,10 @@ def chain() -> None:
     rows = [
         ("gradients", "own"),
         ("÷ loss scale, stateless scaling", "own"),
-        ("per_worker(Adam), if it stands here", "own"),
-        ("the exchange: spardl, quantized, …", "exchange"),
+        ("per_worker(Adam or trace), if here", "own"),
+        ("the exchange (momentum=, if no clip)", "exchange"),
         ("clipping", "equal"),
-        ("Adam, if it stands here", "equal"),
+        ("Adam or momentum, if here", "equal"),
         ("weight decay", "equal"),
         ("learning rate, schedules", "equal"),
         ("apply_updates, then EMA", "equal"),
