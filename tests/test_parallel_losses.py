@@ -2051,40 +2051,55 @@ def energy(h, s):
     return jnp.sum(jnp.tanh(s * h))
 
 
-GRADIENTS = {  # in a body: whether JAX, by its types, sums it over workers (None: is followed)
-    "of weights": (lambda h, s: h * jax.grad(energy, 1)(h, s), True),
+GRADIENTS = {  # in a body: whether by its types JAX sends anything for them, and what they are
+    "of weights": (True, lambda h, s: h * jax.grad(energy, 1)(h, s)),
+    "of weights, linear": (True, lambda h, s: h * jax.grad(lambda s: h.sum() + s)(s)),
     "of weights, and a number": (
-        lambda h, s: h * jax.grad(energy, 1)(h, s) + jnp.float32(lax.axis_index("data")),
         True,
+        lambda h, s: h * jax.grad(energy, 1)(h, s) + jnp.float32(lax.axis_index("data")),
     ),
     "of weights for each row": (
+        True,
         lambda h, s: h * jax.vmap(jax.grad(energy, 1), (0, None))(h, s)[:, None],
+    ),
+    "of a mean": (True, lambda h, s: h * jax.grad(lambda s: lax.pmean(energy(h, s), "data"))(s)),
+    "of a mean, and decay": (  # as many sums as with the types of one worker
         True,
+        lambda h, s: h * jax.grad(lambda s: lax.pmean(energy(h, s), "data") + s**2)(s),
     ),
-    "of a mean": (
-        lambda h, s: h * jax.grad(lambda s: lax.pmean(energy(h, s), "data"))(s),
-        True,
-    ),
-    "of a constant": (lambda h, s: h * jax.grad(lambda c: energy(h, c + s))(jnp.zeros(())), None),
-    "transposed": (lambda h, s: h * jax.linear_transpose(lambda s: h * s, s)(h)[0], True),
-    "of rows": (lambda h, s: h * jax.grad(energy)(h, s), False),
-    "of rows, and a mean": (
-        lambda h, s: h * jax.grad(energy)(h, s) + lax.pmean(h.mean(), "data"),
-        False,
-    ),
+    "of a constant": (True, lambda h, s: h * jax.grad(lambda c: energy(h, c + s))(jnp.zeros(()))),
+    "transposed": (True, lambda h, s: h * jax.linear_transpose(lambda s: h * s, s)(h)[0]),
     "of rows and their mean": (
+        True,
         lambda h, s: h * jax.grad(lambda h: energy(h - lax.pmean(h.mean(), "data"), s))(h),
-        False,
     ),
-    "forward": (lambda h, s: h * jax.jacfwd(energy, 1)(h, s), False),
-    "solve": (lambda h, s: jnp.linalg.solve(jnp.eye(4) * (2 + s), h.T).T, False),
+    "of rows": (False, lambda h, s: h * jax.grad(energy)(h, s)),
+    "forward": (False, lambda h, s: h * jax.jacfwd(energy, 1)(h, s)),
+    "solve": (False, lambda h, s: jnp.linalg.solve(jnp.eye(4) * (2 + s), h.T).T),
 }
 
 
-@pytest.mark.parametrize("name", some(GRADIENTS, ["of weights", "of rows and their mean"]))
-@pytest.mark.parametrize("where", some(["auto", "explicit", "simulated"], ["auto"]))
-def test_a_gradient_in_a_body_with_checked_types(where, name):
-    body, is_summed = GRADIENTS[name]
+def of_what_varies(x):
+    return lax.psum(x, tuple(compat.varying_axes(x)))
+
+
+READ = {  # axes that a body reads, and by whom these are refused
+    "of rows": ("simulated explicit", lambda h, s: jnp.tanh(h) / of_what_varies(jnp.sum(h**2))),
+    "of a weight that a mean meets": (
+        "auto simulated",
+        lambda h, s: (
+            h * lax.pmean(h.mean(), "data") + (of_what_varies(s) if compat.varying_axes(s) else s)
+        ),
+    ),
+    "of the mesh": (
+        "simulated",
+        lambda h, s: h - lax.pmean(h.mean(), tuple(jax.sharding.get_abstract_mesh().manual_axes)),
+    ),
+}
+
+
+def checked_loss_of(body, where):
+    """The loss by jaxsparse and by plain JAX, each a function of whether types are checked."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), "f")
     kind = AxisType.Explicit if where == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
@@ -2099,7 +2114,7 @@ def test_a_gradient_in_a_body_with_checked_types(where, name):
         return jnp.mean(jnp.tanh(split(x, s)) ** 2)
 
     def found(is_checked):
-        own = jax.make_mesh((1,), ("data",), (kind,), devices=jax.devices()[:1])
+        own = jax.make_mesh((1, 1), ("data", "tp"), (kind,) * 2, devices=jax.devices()[:1])
         of = functools.partial(loss, is_checked, own if where == "simulated" else mesh)
         both = jax.jit(jaxsparse.value_and_grad(of, **workers))(jnp.float32(0.7), batch)
         return jax.tree.map(lambda x: np.asarray(x).mean(), both)
@@ -2108,14 +2123,48 @@ def test_a_gradient_in_a_body_with_checked_types(where, name):
         of = jax.value_and_grad(functools.partial(loss, is_checked, four()))
         return jax.jit(of)(jnp.float32(0.7), jax.device_put(x, NamedSharding(four(), P("data"))))
 
+    return found, plain
+
+
+WAYS = some(["auto", "explicit", "simulated"], ["auto"])
+
+
+@pytest.mark.parametrize("name", some(GRADIENTS, ["of weights", "of a mean, and decay", "of rows"]))
+@pytest.mark.parametrize("where", WAYS)
+def test_a_gradient_in_a_body_with_checked_types(where, name):
+    is_refused, body = GRADIENTS[name]
+    found, plain = checked_loss_of(body, where)
     with jax.numpy_rank_promotion("allow"):
         check(found(False), plain(False))
-        is_simulated = where == "simulated" and "mean" in name  # whose types have no axis
-        if is_summed or is_simulated or (is_summed is None and where != "auto"):
+        if is_refused:
             with pytest.raises(ValueError, match=r"losses.py:\d+.* give it check_vma=False"):
                 found(True)
         else:
             check(found(True), plain(True))
+
+
+@pytest.mark.parametrize("name", some(READ, ["of a weight that a mean meets"]))
+@pytest.mark.parametrize("where", WAYS)
+def test_axes_that_a_body_reads(where, name):
+    refusing, body = READ[name]
+    found, plain = checked_loss_of(body, where)
+    with jax.numpy_rank_promotion("allow"):
+        is_checked = name != "of the mesh"
+        if where in refusing:
+            with pytest.raises(ValueError, match=r"losses.py:\d+.*(name the axes|check_vma=False)"):
+                found(is_checked)
+        else:
+            check(found(is_checked), plain(is_checked))
+
+
+def test_a_body_that_leaves_the_workers_axis_to_jax_does_not_read_it():
+    norm = lambda a: lax.psum(jnp.sum(a**2), tuple(jax.sharding.get_abstract_mesh().manual_axes))
+    scaled = jax.shard_map(
+        norm, mesh=four(), in_specs=P("tp"), out_specs=P(), axis_names={"tp"}, check_vma=False
+    )
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(four(), P("data")))
+    with pytest.raises(ValueError, match=r"losses.py:\d+.*axes that it reads.*name the axes"):
+        jaxsparse.grad(lambda w, x: square(x @ w) * scaled(w), mesh=four())(jnp.eye(8), x)
 
 
 def test_sums_along_axes_that_a_vmap_has_named():

@@ -15,6 +15,7 @@ from jax.extend.source_info_util import (
     summarize,
 )
 from jax.interpreters import batching, mlir
+from jax.sharding import AbstractMesh, NamedSharding
 
 register_exclusion(__file__)  # its frames are not the place of an operation
 
@@ -40,6 +41,14 @@ def with_varying(aval: Any, axis_name: str, is_varying: bool) -> Any:
         types = aval.manual_axis_type
         return aval.update_manual_axis_type(types.update(varying=of(types.varying)))
     return aval.update(vma=of(aval.vma))
+
+
+def on_mesh(x: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and types of a value, on another mesh of the same axes."""
+    aval = jax.typeof(x)
+    sharding = NamedSharding(mesh, aval.sharding.spec)
+    kinds = {"sharding": sharding, "manual_axis_type": aval.manual_axis_type}
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, **kinds)
 
 
 # JAX casts replicated to varying but never back. A value that is equal on all workers by

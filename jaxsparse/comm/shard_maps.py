@@ -88,6 +88,7 @@ class MappedCall:
     Attributes:
         place: where it is.
         is_named: whether its specs name the axis of workers.
+        is_left: whether it leaves that axis to JAX, so that a body can't name it under `jax.jit`.
         is_checked: whether JAX checks types in it.
         body: the program of its body. None: it was not traced.
         takes: what its specs cut over the axis of workers, of arguments. Behind these stand values
@@ -100,6 +101,7 @@ class MappedCall:
     place: str
     is_named: bool
     is_checked: bool
+    is_left: bool = False
     takes: list[Cut] = dataclasses.field(default_factory=list)
     makes: list[Cut] = dataclasses.field(default_factory=list)
     shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
@@ -368,6 +370,7 @@ def _bound(
         elif axis in context.manual_axes:
             mesh, newly_manual_axes = context, newly_manual_axes - set(context.manual_axes)
         else:
+            call.is_left = axis not in newly_manual_axes
             newly_manual_axes |= {axis}
             is_typed = tracing.typed == "all" or (tracing.typed == "named" and call.is_named)
             if is_called and check_vma and is_typed:
@@ -386,13 +389,10 @@ def _bound(
         mark = lambda x, i, cut: _marked(x, cut, call, i, "makes")
         return found.map(lambda x: mark(x, *next(cuts))) if is_called else found
     except (AssertionError, ValueError) as error:
-        if (
-            tracing is None
-            or not (check_vma and tracing.is_simulated)
-            or str(error).startswith(OURS)
-        ):
+        text = str(error)
+        if tracing is None or not tracing.is_simulated or text.startswith(OURS):
             raise
-        if str(error) and f"'{tracing.axis_name}'" not in str(error):
+        if not check_vma or (text and f"'{tracing.axis_name}'" not in text):
             raise
         raise ValueError(
             f"the jax.shard_map at {place} uses the axis {tracing.axis_name!r} of simulated "
@@ -437,55 +437,72 @@ def _run(
             f"({str(error).splitlines()[0]}). Each worker has all of its weights: leave the axis "
             "out of their specs, and out of what gathers or scatters them inside"
         ) from error
-    if call.is_named and call.is_checked and _has_gradient(call.body.jaxpr):
-        _check_gradient(body, tracing.axis_name, call, args)
+    if call.is_left and any(
+        _is_own_use(*each, tracing.axis_name) for each in compat.scoped(call.body.jaxpr)
+    ):
+        raise ValueError(_READ.format(place=call.place, axis=tracing.axis_name))
+    if call.is_named and (call.is_checked or tracing.is_simulated):
+        _check_types(body, tracing, call, args)
     with jax.named_scope(f"{CUT if call.is_named else WHOLE}_{call.number}"):
         return _made(body, tracing, call, *args)
 
 
-def _check_gradient(
-    body: Callable[..., Any], axis_name: str, call: MappedCall, args: Sequence[Any]
+def _check_types(
+    body: Callable[..., Any], tracing: Tracing, call: MappedCall, args: Sequence[Any]
 ) -> None:
-    """Raises ValueError if by its own types JAX sums a gradient in a body over workers.
+    """Raises ValueError if a body does something else by the types that it has under `jax.jit`.
 
-    It does so for what does not vary over them, as weights, although nobody wrote a sum.
+    There arguments that a spec cuts vary over the workers, and others do not. JAX sums gradients of
+    what does not, as of weights, although nobody wrote a sum. And a body may read its types.
     """
     assert call.body is not None
-    takes, mesh = [*call.takes], jax.sharding.get_abstract_mesh()
-    if axis_name not in mesh.manual_axes:  # workers are simulated
-        mesh = mesh.update_axis_types({axis_name: AxisType.Manual})
+    axis, takes, mesh = tracing.axis_name, [*call.takes], jax.sharding.get_abstract_mesh()
+    if tracing.is_simulated:
+        mesh = mesh.update_axis_types({axis: AxisType.Manual})
 
-    def sums(of_jax: bool) -> int:
-        is_equal = [cut.dim is None and of_jax for cut in takes]
+    def typed(*args: Any) -> Any:
+        if call.is_checked:
+            types = lambda x, cut: (untyped if cut.dim is None else enter)(x, axis)
+            args = tuple(map(types, args, takes))
+        return body(*args)
 
-        def typed(*args: Any) -> Any:
-            with jax.sharding.use_abstract_mesh(mesh):
-                types = lambda x, equal: (untyped if equal else enter)(x, axis_name)
-                return body(*map(types, args, is_equal))
-
-        return _sums_in_gradients(_traced(typed, args).jaxpr, axis_name)
-
-    error = None
     try:
-        # Untyped, as a body without collectives runs, a sum's transpose is a sum, too.
-        here = {_sums_in_gradients(call.body.jaxpr, axis_name), sums(of_jax=False)}
-        is_alike = here == {sums(of_jax=True)}
-    except (TypeError, ValueError) as found:
-        error = found
-    if error is not None or not is_alike:
-        raise ValueError(
-            f"the jax.shard_map at {call.place} takes a gradient inside. With checked types JAX "
-            f"sums one of what does not vary over the workers' axis {axis_name!r}, as of weights, "
-            "over workers, and here it would not: give it check_vma=False, and write that sum"
-        ) from error
+        with jax.sharding.use_abstract_mesh(mesh):
+            given = [compat.on_mesh(x, mesh) if tracing.is_simulated else x for x in args]
+            of_jax = [*compat.scoped(_traced(typed, given).jaxpr)]
+    except (TypeError, ValueError) as error:
+        if not call.is_checked or not _has_gradient(call.body.jaxpr):
+            return
+        raise ValueError(_SUMS.format(place=call.place, axis=axis)) from error
+    counts = [
+        sum(_is_over(equation, axis) for equation, _ in scoped)
+        for scoped in (of_jax, compat.scoped(call.body.jaxpr))
+    ]
+    is_differentiated = any("transpose(" in scopes for _, scopes in of_jax)
+    if call.is_checked and is_differentiated and counts[0]:
+        raise ValueError(_SUMS.format(place=call.place, axis=axis))
+    if counts[0] != counts[1]:
+        raise ValueError(_READ.format(place=call.place, axis=axis))
 
 
-def _sums_in_gradients(program: Jaxpr, axis_name: str) -> int:
-    """How many operations in the gradients of a program communicate over the axis."""
-    return sum(
-        "transpose(" in scopes and _is_over(equation, axis_name)
-        for equation, scopes in compat.scoped(program)
-    )
+def _is_own_use(equation: Any, scopes: str, axis_name: str) -> bool:
+    """Whether an operation names the axis, and not in another `shard_map` inside."""
+    is_cast = equation.primitive.name in compat.CASTS
+    is_inside = CUT in scopes or WHOLE in scopes
+    return axis_name in compat.axes_of(equation.params) and not is_cast and not is_inside
+
+
+_READ = (
+    OURS
+    + "{place} communicates over axes that it reads, as of jax.typeof(x) or of a mesh, and the "
+    "workers' axis {axis!r} is elsewhere among them under jax.jit: name the axes"
+)
+_SUMS = (
+    OURS
+    + "{place} takes a gradient inside, and communicates over the workers' axis {axis!r} there, "
+    "or by its checked types JAX would: it sums gradients of what does not vary over workers, as "
+    "of weights. Here it would not: give it check_vma=False, and sum behind the gradient"
+)
 
 
 def _made(body: Callable[..., Any], tracing: Tracing, call: MappedCall, *args: Any) -> Any:
@@ -553,9 +570,8 @@ def communicates(program: Jaxpr, axis_name: str) -> bool:
 
 
 def _is_over(equation: Any, axis_name: str) -> bool:
-    return equation.primitive.name in compat.OPCODES and axis_name in compat.axes_of(
-        equation.params
-    )
+    is_sent = equation.primitive.name in compat.OPCODES
+    return is_sent and axis_name in compat.axes_of(equation.params)
 
 
 def calls_in(program: Jaxpr) -> list[MappedCall]:
@@ -571,7 +587,7 @@ def names(spec: Any, axis_name: str) -> bool:
 def _cut(spec: Any, axis_name: str) -> Cut:
     dims = [
         (part if isinstance(part, tuple) else (part,)) if part not in (None, ()) else ()
-        for part in (spec if isinstance(spec, PartitionSpec) else ())
+        for part in (spec.partitions if isinstance(spec, PartitionSpec) else ())
     ]
     others = frozenset(i for i, axes in enumerate(dims) if axes and axis_name not in axes)
     for i, axes in enumerate(dims):
@@ -587,7 +603,7 @@ def without(spec: Any, axis_name: str) -> Any:
         return spec
     left = (
         tuple(name for name in part if name != axis_name) if isinstance(part, tuple) else part
-        for part in spec
+        for part in spec.partitions
     )
     parts = (None if part in ((), axis_name) else part for part in left)
     kinds = {kind: found for kind in ("unreduced", "reduced") if (found := getattr(spec, kind, ()))}

@@ -124,18 +124,25 @@ def _trace(
     return programs[-1]
 
 
+_ONE_AXIS = {"all_gather", "all_gather_invariant", "reduce_scatter", "ppermute"}
+
+
 def _check_simulated(program: Jaxpr, axis_name: str, workers: int) -> None:
     """Raises ValueError if JAX does not simulate a collective of the program."""
     for equation, _ in compat.scoped(program):
         params = equation.params
         if axis_name not in compat.axes_of(params):
             continue
-        if params.get("axis_index_groups") is not None or len(params.get("perm", ())) % workers:
+        is_part = (
+            params.get("axis_index_groups") is not None or len(params.get("perm", ())) % workers
+        )
+        is_joint = equation.primitive.name in _ONE_AXIS and len(compat.axes_of(params)) > 1
+        if is_part or is_joint:
             raise ValueError(
                 f"the {equation.primitive.name} at {compat.place_of(equation)} does not run with "
-                "simulated workers: JAX simulates no groups of them, and permutations of all alone "
+                "simulated workers: JAX simulates no groups of them, permutations of all alone "
                 f"(their number is jax.lax.axis_size({axis_name!r}), and not that of a mesh in the "
-                "loss). Take a mesh of as many devices"
+                "loss), and no gather over other axes at once. Take a mesh of as many devices"
             )
 
 
