@@ -789,3 +789,18 @@ def test_as_many_layers_as_workers_are_not_taken_for_these(name):
         np.testing.assert_allclose(
             found["layers"], f(plain, STACKED["layers"])[0], rtol=1e-5, atol=1e-6
         )
+
+
+def test_a_scalar_parameter_may_decay_in_front():
+    params = {**START, "scale": jnp.float32(2)}
+    loss = lambda params, x: loss_of(params, x) * params["scale"]
+    rows, decay = jaxsparse.grad(loss, workers=WORKERS), optax.add_decayed_weights(0.1)
+
+    def step(p, x):
+        grads = decay.update(rows(p, x), decay.init(p), p)[0]
+        return EXCHANGE.update(grads, EXCHANGE.init(p), p)[0]
+
+    with jax.numpy_rank_promotion("allow"):
+        found = jax.jit(step)(params, INPUTS)
+        plain = jax.grad(loss)(params, INPUTS)
+    np.testing.assert_allclose(found["scale"], plain["scale"] + 0.2, rtol=1e-5)

@@ -83,7 +83,7 @@ def test_everything_sent_it_trains_as_multi_steps_of_optax(sizes, kind):
 def test_an_exchange_gets_the_mean_of_k_gradients(where, is_manual):
     where = mesh(W) if where == "mesh" else where
     grads = jnp.float32(np.random.default_rng(1).normal(size=(2 * K, W, 40)))
-    exchange = jaxsparse.top_k(0.1, momentum=0.9, is_dense=ALL)
+    exchange = optax.chain(jaxsparse.top_k(0.1, momentum=0.9, is_dense=ALL))
     tx = multi_steps(exchange, K)
     step, state = stepped(tx, where, is_manual=is_manual), shard(tx.init(jnp.zeros(40)), where)
     once, kept = stepped(exchange, where), shard(exchange.init(jnp.zeros(40)), where)
@@ -101,7 +101,11 @@ def test_an_exchange_gets_the_mean_of_k_gradients(where, is_manual):
 
 
 def test_calls_in_between_send_nothing():
-    _, program = trained(multi_steps(jaxsparse.top_k(0.1, is_dense=ALL), K), mesh(W), count=1)
+    _, program = trained(
+        multi_steps(optax.chain(jaxsparse.top_k(0.1, is_dense=ALL), optax.sgd(0.1)), K),
+        mesh(W),
+        count=1,
+    )
     moved = jaxsparse.wire_bytes(program)
     assert moved.received > 0
     branches = str(moved).partition("conditional")[2].splitlines()[1:]
@@ -111,14 +115,14 @@ def test_calls_in_between_send_nothing():
 
 
 def test_what_is_not_finite_skips_the_step_and_is_gone_after_it():
-    tx, where = multi_steps(jaxsparse.top_k(1.0, is_dense=ALL), 2), mesh(W)
+    tx, where = multi_steps(optax.chain(jaxsparse.top_k(1.0, is_dense=ALL)), 2), mesh(W)
     step, state = stepped(tx, where), shard(tx.init(jnp.zeros(4)), where)
     ones = jnp.ones((W, 4))
     for g in (ones.at[1, 2].set(jnp.nan), ones):
         updates, state = step(g, state)
         assert not np.any(updates)
     assert int(jaxsparse.diagnose(state).skipped) == 1
-    residual = np.asarray(jax.tree.leaves(state.inner_opt_state.residual)[0])
+    residual = np.asarray(jax.tree.leaves(state.inner_opt_state[0].residual)[0])
     assert np.all(np.isfinite(residual))
     for g in (ones, ones):
         updates, state = step(g, state)
@@ -127,7 +131,7 @@ def test_what_is_not_finite_skips_the_step_and_is_gone_after_it():
 
 
 def test_sums_are_carried_to_another_number_of_workers():
-    found, _ = trained(multi_steps(jaxsparse.dense(), K), mesh(W), count=1)
+    found, _ = trained(multi_steps(optax.chain(jaxsparse.dense()), K), mesh(W), count=1)
     params, state = found[-1]
     assert isinstance(state.acc_grads["w"], PerWorker)
     assert state.acc_grads["b"].value.dtype == jnp.float32
@@ -145,7 +149,7 @@ CLIP = optax.clip_by_global_norm(1.0)
     "tx",
     [
         multi_steps(optax.chain(CLIP, jaxsparse.top_k(0.1, is_dense=ALL)), 2),
-        optax.chain(CLIP, multi_steps(jaxsparse.top_k(0.1, is_dense=ALL), 2)),
+        optax.chain(CLIP, multi_steps(optax.chain(jaxsparse.top_k(0.1, is_dense=ALL)), 2)),
     ],
     ids=["inside", "outside"],
 )
@@ -166,11 +170,70 @@ def test_what_may_stand_in_front_stays_allowed():
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match="no exchange in it takes the mean"):
-        trained(multi_steps(optax.sgd(0.1), 2), mesh(W), count=1)
+    for tx in (optax.sgd(0.1), optax.adam(0.1)):
+        with pytest.raises(ValueError, match="tx has no exchange that takes the mean of rows"):
+            trained(multi_steps(tx, 2), mesh(W), count=1)
+    front = optax.chain(optax.scale_by_adam(), jaxsparse.dense())
+    with (
+        pytest.warns(UserWarning, match="in front of the exchange"),
+        pytest.raises(ValueError, match=r"or put Adam into jaxsparse\.per_worker"),
+    ):
+        trained(multi_steps(front, 2), mesh(W), count=1)
     with pytest.raises(ValueError, match="every_k=0 must be at least 1"):
-        multi_steps(jaxsparse.dense(), 0)
+        multi_steps(optax.chain(jaxsparse.dense()), 0)
     with pytest.raises(ValueError, match=r"every_k=<function .* must be an int"):
-        multi_steps(jaxsparse.dense(), lambda step: 2)
+        multi_steps(optax.chain(jaxsparse.dense()), lambda step: 2)
+    with pytest.raises(ValueError, match=r"tx is an exchange alone, .*give the whole chain"):
+        multi_steps(jaxsparse.dense(), 2)
     with pytest.raises(ValueError, match="tx"):
         multi_steps(jaxsparse.top_k, 2)
+
+
+def test_a_state_with_a_larger_k_goes_on():
+    chain = optax.chain(jaxsparse.dense(workers=W))
+    long, short = (multi_steps(chain, k, workers=W) for k in (4, 2))
+    params, g = jnp.zeros(4), jnp.ones((W, 4))
+    state = long.init(params)
+    for _ in range(3):
+        _, state = long.update(g, state, params)
+    updates, state = short.update(g, state, params)
+    np.testing.assert_array_equal(updates, 1)
+    updates, state = short.update(g, state, params)
+    assert not np.any(updates)
+
+
+OTHER_STATES = {
+    "optax": (
+        lambda tx: optax.MultiSteps(tx, 2).init(jnp.zeros(4)),
+        "That of optax.MultiSteps has no row",
+    ),
+    "chain": (lambda tx: tx.init(jnp.zeros(4)), "made for another transformation"),
+    "shape": (lambda tx: multi_steps(tx, 2, workers=W).init(jnp.zeros(5)), "the state has sums of"),
+    "tree": (
+        lambda tx: multi_steps(tx, 2, workers=W).init({"v": jnp.zeros(4)}),
+        "the state has sums of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_other_states_are_refused(name):
+    chain = optax.chain(jaxsparse.dense(workers=W), optax.sgd(0.1))
+    state_of, words = OTHER_STATES[name]
+    with pytest.raises(ValueError, match=words):
+        multi_steps(chain, 2, workers=W).update(jnp.ones((W, 4)), state_of(chain))
+
+
+FINITE = {
+    "zero_nans": optax.zero_nans(),
+    "asked": optax.stateless(
+        lambda grads, params: jax.tree.map(lambda g: jnp.where(jnp.isfinite(g).all(), g, 0), grads)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_gradients_may_be_asked_whether_they_are_finite(name):
+    tx = optax.chain(FINITE[name], jaxsparse.top_k(0.1, is_dense=ALL), optax.sgd(0.1))
+    trained(multi_steps(tx, 2), mesh(W), count=1)
+    assert jaxsparse.check(multi_steps(tx, 2), PARAMS) is None
