@@ -86,9 +86,14 @@ def cases(mesh, is_odd):
 
 def begin():
     with jaxsparse.fail_at_once(limit=60):
-        mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        params = jax.random.normal(jax.random.key(int(os.environ["SEED"])), (SIZE,))
-        shard({"w": params}, mesh)
+        drawn = lambda name: np.random.default_rng(int(os.environ[name])).normal(size=SIZE)
+        params = {"w": np.float32(drawn("SEED"))}
+        inside = jax.local_device_count()
+        mesh = jax.make_mesh((jax.process_count(), inside), ("data", "fsdp"))
+        if inside > 1:  # cut inside of a process, and JAX does not compare it
+            cut, values = NamedSharding(mesh, PartitionSpec("fsdp")), np.float32(drawn("CUT_SEED"))
+            params["cut"] = jax.make_array_from_callback((SIZE,), cut, lambda index: values[index])
+        shard(params, mesh)
 
 
 def main():

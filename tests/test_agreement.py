@@ -354,6 +354,17 @@ def test_a_process_that_is_started_unlike_others_is_told(setting, theirs, ours):
 
 
 @pytest.mark.slow
+def test_values_that_are_cut_inside_of_processes_are_compared():
+    command, env = [sys.executable, SCRIPT, "begin"], ENV | {"JAX_PLATFORMS": "cpu", "SEED": "0"}
+    for odd in (0, 1):
+        unlike = lambda rank, odd=odd: ("env", f"CUT_SEED={odd * rank}")
+        outcome, lines = in_processes(command, 2, devices=2, timeout=60, env=env, wrap=unlike)
+        text = "\n".join(line for each in lines for line in each)
+        assert bool(outcome.status) == bool(odd), outcome.report
+        assert ("Process 1 has: leaf['cut'][0:20] = float32[20]" in text) == bool(odd), text
+
+
+@pytest.mark.slow
 def test_unlike_processes_end_with_the_reason():
     command, env = [sys.executable, SCRIPT], ENV | QUICK | {"JAX_PLATFORMS": "cpu"}
     unlike_sets = lambda rank: ("env", f"PYTHONHASHSEED={rank}")

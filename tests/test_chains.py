@@ -77,6 +77,20 @@ def test_a_clip_behind_is_that_of_the_mean_and_one_in_front_each_workers():
     )
 
 
+def test_momentum_in_the_exchange_with_each_workers_clip_and_decay():
+    """DGC's row of docs/chain.md, which has no dense trainer's clip."""
+    tx = optax.chain(
+        jaxsparse.per_worker(CLIP), DECAY, jaxsparse.dense(momentum=0.9), optax.sgd(RATE)
+    )
+    clip = jax.jit(lambda w, x: CLIP.update(jax.grad(loss_of)({"w": w}, x), optax.EmptyState())[0])
+    w, momentum = START["w"], 0
+    for _ in range(3):
+        own = [clip(w, part)["w"] for part in np.split(INPUTS, WORKERS)]
+        momentum = 0.9 * momentum + np.mean(own, 0) + 0.1 * w
+        w = w - RATE * momentum
+    np.testing.assert_allclose(trained(tx), w, rtol=1e-5, atol=1e-6)
+
+
 MOMENTUM, DECAY = jaxsparse.dense(momentum=0.9), optax.add_decayed_weights(0.1)
 TRACE, SGD = optax.sgd(RATE, momentum=0.9), optax.sgd(RATE)
 TWICE, WEAK = "momentum acts twice: in the exchange", "weight decay behind an exchange with"

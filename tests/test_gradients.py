@@ -488,6 +488,18 @@ def test_check_loss_takes_a_mean_over_rows():
     jaxsparse.check_loss(lambda params, x: 0 * mean(params, x), *GIVEN)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_check_loss_takes_arrays_of_a_mesh(kind):
+    on = jaxsparse.shard(GIVEN, jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4]))
+    jaxsparse.check_loss(lambda params, x: SQUARES(params, x).mean(), *on)
+
+
+def test_check_loss_tells_that_an_axis_has_no_whole_batch():
+    named = lambda params, x: SQUARES(params, x).mean() * jax.lax.psum(1.0, "data")
+    with pytest.raises(ValueError, match=r"the loss names an axis .* check it without that part"):
+        jaxsparse.check_loss(named, *GIVEN)
+
+
 def test_check_loss_tells_a_sum_with_its_factor():
     total = lambda params, x: SQUARES(params, x).sum()
     with pytest.raises(ValueError, match=r"4 workers is 0.25 times .* at \['w'\]: the loss is a"):

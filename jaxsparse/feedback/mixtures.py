@@ -133,7 +133,7 @@ def _keeps_first(equation: Any, given: Any) -> bool:
         return equation.params["broadcast_dimensions"][:1] == (0,)
     if name == "transpose":
         return equation.params["permutation"][:1] == (0,)
-    if not shape:
+    if math.prod(shape) == 1:  # one element is laid along nothing
         return False
     is_gone = name.startswith("reduce_") and 0 in equation.params.get("axes", ())
     return not is_gone and equation.outvars[0].aval.shape[:1] == shape

@@ -135,5 +135,6 @@ def _difference(group: ProcessGroup, theirs: list[str], mine: list[str]) -> str:
         f"process {me} calls {mine[0]!r} and process {first} calls {theirs[0]!r}, which differ. "
         f"Process {me} has: {only(ours)}. Process {first} has: {only(others)}. {advice}Start "
         "all processes with the same code, settings and seeds, and from the same checkpoint. "
-        "Values that are to differ belong in a batch or in a PerWorker array."
+        "Values that are to differ belong in a batch, of as many rows in each process, or in a "
+        "PerWorker array."
     )

@@ -195,6 +195,24 @@ def array_text(name: str, x: Any) -> str:
     return f"{name} = {_type(jax.typeof(x))} {_value(x)}"
 
 
+def value_texts(name: str, x: Any) -> Iterator[str]:
+    """Parts of a comparison: an array's values, if each process has all that any has."""
+    if getattr(x, "is_fully_addressable", True):
+        yield array_text(name, x)
+        return
+    held: dict[int, set[str]] = {}
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        held.setdefault(device.process_index, set()).add(_index(index, x.shape))
+    if len({frozenset(each) for each in held.values()}) == 1:
+        pieces = {_index(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+        yield from (array_text(f"{name}[{index}]", pieces[index]) for index in sorted(pieces))
+
+
+def _index(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    bounds = [part.indices(n)[:2] for part, n in zip(index, shape)]
+    return ", ".join(f"{start}:{end}" for start, end in bounds)
+
+
 def _literal(v: Literal) -> str:
     return f"{_type(v.aval)} {_value(v.val)}"
 

@@ -90,9 +90,11 @@ def warn_of_masks(program: Jaxpr, other: Jaxpr) -> None:
             "biases, too. Give a tree made from the parameters, jax.tree.map(lambda p: p.ndim > 1, "
             "params), or put the transformation behind the exchange or in jaxsparse.per_worker. If "
             'it is for rows, filter this warning: warnings.filterwarnings("ignore", "in front of '
-            'the exchange")'
+            'the exchange")',
+            above=5,
         )
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=5)
+def _warn(text: str, above: int = 4) -> None:
+    """Warns the caller of `jaxsparse.check`, who is so many frames above."""
+    warnings.warn(text, stacklevel=above)

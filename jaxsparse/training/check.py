@@ -106,7 +106,8 @@ def check_loss(
         options: of `jaxsparse.value_and_grad`. Without `mesh`, `workers` is 8 if not given.
 
     Raises:
-        ValueError: names a leaf, how far it is off, and what that means.
+        ValueError: names a leaf, how far it is off, and what that means. Or the loss names the
+            workers' axis, and has no gradient of the whole batch.
 
     Example:
         >>> check_loss(lambda w, x: ((x @ w) ** 2).sum(), jnp.ones(3), jnp.ones((16, 3)))
@@ -114,9 +115,19 @@ def check_loss(
         ...
         ValueError: the mean gradient of 8 workers is 0.125 times that of the whole batch ...
     """
-    given = options if "mesh" in options else {"workers": 8} | options
+    given = options
+    if "mesh" not in options:  # one device simulates the workers, wherever arrays lie
+        given = {"workers": 8} | options
+        params, args = jax.tree.map(_on_host, (params, args))
     own = gradients.grad(fun, has_aux=has_aux, **given)
-    rows, whole = own(params, *args), jax.grad(fun, has_aux=has_aux)(params, *args)
+    rows = own(params, *args)
+    try:
+        whole = jax.grad(fun, has_aux=has_aux)(params, *args)
+    except NameError as error:
+        raise ValueError(
+            f"the loss names an axis ({error}), as dropout and BatchNorm of several workers do, "
+            "and has no gradient of the whole batch: check it without that part"
+        ) from error
     rows, whole = (rows[0], whole[0]) if has_aux else (rows, whole)
     workers = jax.tree.leaves(rows)[0].shape[0]
     for (path, row), right in zip(tree_leaves_with_path(rows), jax.tree.leaves(whole)):
@@ -137,6 +148,11 @@ def check_loss(
             "the loss is no mean over rows. With unlike numbers of tokens take jaxsparse.mean_of. "
             "Statistics of the batch, and noise, are each worker's own"
         )
+
+
+def _on_host(x: Any) -> Any:
+    is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return jax.device_get(x) if is_array else x
 
 
 def _warn_of_masks(

@@ -150,7 +150,8 @@ def value_and_grad(
                     error.add_note(
                         "The loss sees one worker's rows of argument 1, and all else whole, also "
                         "arrays over which it closes. If another argument is the batch, give "
-                        "jaxsparse.value_and_grad its number as batch_argnums"
+                        "jaxsparse.value_and_grad its number as batch_argnums. (A chain without an "
+                        "exchange would have given parameters a row for each worker)"
                     )
                 raise
             check_arrays("auxiliary output", value[1] if has_aux else None)

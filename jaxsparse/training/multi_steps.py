@@ -40,6 +40,7 @@ def multi_steps(
     state as it is. Optax' own takes rows for one gradient, and runs its chain at every call. A step
     that can be edited needs neither: it adds up gradients in a scan, and exchanges once. Then
     messages may hide behind the backward pass, too, which those of a `lax.cond` do not.
+    (`wire_bytes` counts the branch that exchanges at each call of a loop.)
 
     Each worker keeps the sum of its gradients in float32. If something in it is not finite, the
     exchange skips the step, and all k gradients are lost. With unequal numbers of tokens the mean

@@ -14,7 +14,7 @@ from jaxsparse.comm.meshes import kind_of, names_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.comm.workers import Workers
 from jaxsparse.processes.agreement import compare_texts
-from jaxsparse.processes.digest import array_text
+from jaxsparse.processes.digest import value_texts
 from jaxsparse.processes.group import group_of
 
 T = TypeVar("T")
@@ -59,9 +59,8 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
             "specs=, with which init returns a state that is already spread"
         )
     if isinstance(mesh, Mesh) and not traced and (group := group_of(mesh)) is not None:
-        leaves = tree_leaves_with_path(tree)
-        alone = [(path, x) for path, x in leaves if getattr(x, "is_fully_addressable", True)]
-        compare_texts(group, "shard", (array_text(f"leaf{keystr(path)}", x) for path, x in alone))
+        leaves = [(f"leaf{keystr(path)}", x) for path, x in tree_leaves_with_path(tree)]
+        compare_texts(group, "shard", (text for leaf in leaves for text in value_texts(*leaf)))
 
     may_be_owned = has_owners(tree)
 
