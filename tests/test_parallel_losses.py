@@ -2083,6 +2083,11 @@ def of_what_varies(x):
     return lax.psum(x, tuple(compat.varying_axes(x)))
 
 
+def share(x):
+    """One worker's share of a sum of all workers' values."""
+    return x if compat.varying_axes(x) else x / 4
+
+
 READ = {  # axes that a body reads, and by whom these are refused
     "of rows": ("simulated explicit", lambda h, s: jnp.tanh(h) / of_what_varies(jnp.sum(h**2))),
     "of a weight that a mean meets": (
@@ -2090,6 +2095,14 @@ READ = {  # axes that a body reads, and by whom these are refused
         lambda h, s: (
             h * lax.pmean(h.mean(), "data") + (of_what_varies(s) if compat.varying_axes(s) else s)
         ),
+    ),
+    "whether it varies": (  # as many sums, of other values
+        "auto explicit simulated",
+        lambda h, s: h * lax.psum(share(h.mean()) + share(s), "data"),
+    ),
+    "how many vary": (
+        "explicit simulated",
+        lambda h, s: jnp.tanh(h) * (2 if compat.varying_axes(h) else 1),
     ),
     "of the mesh": (
         "simulated",
@@ -2163,7 +2176,7 @@ def test_a_body_that_leaves_the_workers_axis_to_jax_does_not_read_it():
         norm, mesh=four(), in_specs=P("tp"), out_specs=P(), axis_names={"tp"}, check_vma=False
     )
     x = jax.device_put(jnp.ones((8, 8)), NamedSharding(four(), P("data")))
-    with pytest.raises(ValueError, match=r"losses.py:\d+.*axes that it reads.*name the axes"):
+    with pytest.raises(ValueError, match=r"losses.py:\d+.*by the axes of its mesh.*name the axes"):
         jaxsparse.grad(lambda w, x: square(x @ w) * scaled(w), mesh=four())(jnp.eye(8), x)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, Var, jaxpr_as_fun
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, PartitionSpec
@@ -441,7 +441,7 @@ def _run(
         _is_own_use(*each, tracing.axis_name) for each in compat.scoped(call.body.jaxpr)
     ):
         raise ValueError(_READ.format(place=call.place, axis=tracing.axis_name))
-    if call.is_named and (call.is_checked or tracing.is_simulated):
+    if call.is_checked or call.is_left or tracing.is_simulated:
         _check_types(body, tracing, call, args)
     with jax.named_scope(f"{CUT if call.is_named else WHOLE}_{call.number}"):
         return _made(body, tracing, call, *args)
@@ -456,9 +456,9 @@ def _check_types(
     what does not, as of weights, although nobody wrote a sum. And a body may read its types.
     """
     assert call.body is not None
-    axis, takes, mesh = tracing.axis_name, [*call.takes], jax.sharding.get_abstract_mesh()
-    if tracing.is_simulated:
-        mesh = mesh.update_axis_types({axis: AxisType.Manual})
+    axis, takes, here = tracing.axis_name, [*call.takes], jax.sharding.get_abstract_mesh()
+    kind = AxisType.Auto if call.is_left else AxisType.Manual
+    mesh = here.update_axis_types({axis: kind})
 
     def typed(*args: Any) -> Any:
         if call.is_checked:
@@ -468,21 +468,52 @@ def _check_types(
 
     try:
         with jax.sharding.use_abstract_mesh(mesh):
-            given = [compat.on_mesh(x, mesh) if tracing.is_simulated else x for x in args]
-            of_jax = [*compat.scoped(_traced(typed, given).jaxpr)]
+            given = [x if mesh == here else compat.on_mesh(x, mesh) for x in args]
+            of_jax = _traced(typed, given).jaxpr
     except (TypeError, ValueError) as error:
         if not call.is_checked or not _has_gradient(call.body.jaxpr):
             return
         raise ValueError(_SUMS.format(place=call.place, axis=axis)) from error
-    counts = [
-        sum(_is_over(equation, axis) for equation, _ in scoped)
-        for scoped in (of_jax, compat.scoped(call.body.jaxpr))
-    ]
-    is_differentiated = any("transpose(" in scopes for _, scopes in of_jax)
-    if call.is_checked and is_differentiated and counts[0]:
+    if call.is_checked and call.is_named and _has_gradient(of_jax) and communicates(of_jax, axis):
         raise ValueError(_SUMS.format(place=call.place, axis=axis))
-    if counts[0] != counts[1]:
+    if _written(of_jax) != _written(call.body.jaxpr):
         raise ValueError(_READ.format(place=call.place, axis=axis))
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether a setting is a number, a name, or a tuple of these."""
+    is_one = isinstance(x, str | int | float | None)
+    return is_one or (isinstance(x, tuple) and all(map(_is_plain, x)))
+
+
+def _type_of(aval: Any) -> str:
+    return f"{getattr(aval, 'dtype', aval)}{getattr(aval, 'shape', '')}"
+
+
+def _written(program: Jaxpr) -> list[Any]:
+    """What a program computes, without types of values."""
+    counted, numbers = itertools.count(), dict[Any, Any]()
+
+    def number(x: Any) -> Any:
+        if not isinstance(x, Var):
+            return str(x.val)
+        if x not in numbers:
+            numbers[x] = next(counted)
+        return numbers[x]
+
+    written = list[Any]([number(x) for x in program.invars])
+    for equation in program.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name in _IDENTITIES:
+            numbers.update(zip(equation.outvars, map(number, equation.invars)))
+            continue
+        settings = {key: str(x) for key, x in params.items() if _is_plain(x)}
+        if name in compat.OPCODES:  # with types and without, it has other names and settings
+            name, settings = compat.OPCODES[name], {"over": str(compat.axes_of(params))}
+        made = [(number(x), _type_of(x.aval)) for x in equation.outvars]
+        inside = [_written(inner) for inner in compat.inner_programs(params)]
+        written.append((name, [*map(number, equation.invars)], settings, made, inside))
+    return [*written, [number(x) for x in program.outvars]]
 
 
 def _is_own_use(equation: Any, scopes: str, axis_name: str) -> bool:
@@ -494,8 +525,8 @@ def _is_own_use(equation: Any, scopes: str, axis_name: str) -> bool:
 
 _READ = (
     OURS
-    + "{place} communicates over axes that it reads, as of jax.typeof(x) or of a mesh, and the "
-    "workers' axis {axis!r} is elsewhere among them under jax.jit: name the axes"
+    + "{place} goes by the types of its values, jax.typeof(x), or by the axes of its mesh, and "
+    "these have the workers' axis {axis!r} elsewhere under jax.jit than here: name the axes"
 )
 _SUMS = (
     OURS
@@ -668,6 +699,7 @@ MARKS = (MARK, TAG)
 # Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
 # JAX's own cast to varying would sum them over workers.
 ENTERING = "enter_worker", "leave_worker"
+_IDENTITIES = {*MARKS, *ENTERING, *compat.CASTS, "claim_replicated"}  # that types alone have
 _enter, _leave = (
     identity(name, lambda aval, *, axis_name, yes=yes: compat.with_varying(aval, axis_name, yes))
     for name, yes in zip(ENTERING, (True, False))

@@ -59,8 +59,8 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
             "specs=, with which init returns a state that is already spread"
         )
     if isinstance(mesh, Mesh) and not traced and (group := group_of(mesh)) is not None:
-        leaves = [(f"leaf{keystr(path)}", x) for path, x in tree_leaves_with_path(tree)]
-        compare_texts(group, "shard", (text for leaf in leaves for text in value_texts(*leaf)))
+        named = [(f"leaf{keystr(path)}", x) for path, x in tree_leaves_with_path(tree)]
+        compare_texts(group, "shard", (text for leaf in named for text in value_texts(*leaf)))
 
     may_be_owned = has_owners(tree)
 
