@@ -146,10 +146,11 @@ Every public name, from its docstring: arguments with shapes, dtypes and units, 
 |---|---|
 {rows}
 
-From 0.9 on, a name that stands here keeps its meaning. A release that renames or removes one keeps the old one for one more
-release, with a `DeprecationWarning` that says what to write. `jaxsparse.contrib` may change at once. So may names that stand
-on no page, and where files lie. Saved states are restored by releases with the same second number; between others, begin
-with a new state, or restore the parameters alone. Islands of one run have one release.
+From 0.9 on, a name that stands here keeps its meaning. A release that renames or removes one keeps
+the old one for one more release, with a `DeprecationWarning` that says what to write.
+`jaxsparse.contrib` may change at once. So may names that stand on no page, and where files lie.
+Saved states are restored by releases with the same second number; between others, begin with a new
+state, or restore the parameters alone. Islands of one run have one release.
 
 ```{{toctree}}
 :hidden:
