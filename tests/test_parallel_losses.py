@@ -2075,7 +2075,12 @@ GRADIENTS = {  # in a body: whether by its types JAX sends anything for them, an
     ),
     "of rows": (False, lambda h, s: h * jax.grad(energy)(h, s)),
     "forward": (False, lambda h, s: h * jax.jacfwd(energy, 1)(h, s)),
+    "tangents": (False, lambda h, s: h * jax.vmap(jax.grad(lambda x: jnp.tanh(x).sum()))(h)),
     "solve": (False, lambda h, s: jnp.linalg.solve(jnp.eye(4) * (2 + s), h.T).T),
+    "solve of a mean": (
+        False,
+        lambda h, s: jnp.linalg.solve(jnp.eye(4) * (2 + s) + lax.pmean(h.T @ h, "data"), h.T).T,
+    ),
 }
 
 
@@ -2103,6 +2108,16 @@ READ = {  # axes that a body reads, and by whom these are refused
     "how many vary": (
         "explicit simulated",
         lambda h, s: jnp.tanh(h) * (2 if compat.varying_axes(h) else 1),
+    ),
+    "how many vary, in a constant": (
+        "explicit simulated",
+        lambda h, s: h @ np.full((4, 4), 2.0 if compat.varying_axes(h) else 1.0, np.float32),
+    ),
+    "nothing, with a constant": (
+        "",
+        lambda h, s: (
+            h @ np.tril(np.ones((4, 4), np.float32)) * jax.random.uniform(jax.random.key(0), (4,))
+        ),
     ),
     "of the mesh": (
         "simulated",
@@ -2149,7 +2164,7 @@ def test_a_gradient_in_a_body_with_checked_types(where, name):
     found, plain = checked_loss_of(body, where)
     with jax.numpy_rank_promotion("allow"):
         check(found(False), plain(False))
-        if is_refused:
+        if is_refused or (where == "simulated" and "mean" in name):  # their types have no axis
             with pytest.raises(ValueError, match=r"losses.py:\d+.* give it check_vma=False"):
                 found(True)
         else:
@@ -2168,6 +2183,18 @@ def test_axes_that_a_body_reads(where, name):
                 found(is_checked)
         else:
             check(found(is_checked), plain(is_checked))
+
+
+def test_a_constraint_over_an_axis_that_a_body_leaves_to_jax_is_told():
+    constrained = lambda h: lax.with_sharding_constraint(jnp.tanh(h), P("data"))
+    split = jax.shard_map(
+        constrained, mesh=four(), in_specs=P(), out_specs=P(), axis_names={"tp"}, check_vma=False
+    )
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(four(), P("data")))
+    with pytest.raises(
+        ValueError, match=r"losses.py:\d+.*sharding constraint.*leave that axis out"
+    ):
+        jaxsparse.grad(lambda w, x: square(split(x @ w)), mesh=four())(jnp.eye(8), x)
 
 
 def test_a_body_that_leaves_the_workers_axis_to_jax_does_not_read_it():

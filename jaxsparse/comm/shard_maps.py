@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, Var, jaxpr_as_fun
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
@@ -429,6 +430,13 @@ def _run(
     try:
         call.body = _traced(body, args)
     except (TypeError, ValueError) as error:
+        is_constraint = "Auto axes of the mesh" in str(error) or "manual axes" in str(error)
+        if call.is_left and is_constraint and f"'{tracing.axis_name}'" in str(error):
+            raise ValueError(
+                f"{OURS}{call.place} has a sharding constraint or a collective inside over the "
+                f"workers' axis {tracing.axis_name!r}, which it leaves to JAX, and one worker's "
+                "values are whole along it: leave that axis out there"
+            ) from error
         if not call.is_named or _is_of_types(error):
             raise
         raise ValueError(
@@ -469,14 +477,15 @@ def _check_types(
     try:
         with jax.sharding.use_abstract_mesh(mesh):
             given = [x if mesh == here else compat.on_mesh(x, mesh) for x in args]
-            of_jax = _traced(typed, given).jaxpr
+            of_jax = _traced(typed, given)
     except (TypeError, ValueError) as error:
         if not call.is_checked or not _has_gradient(call.body.jaxpr):
             return
         raise ValueError(_SUMS.format(place=call.place, axis=axis)) from error
-    if call.is_checked and call.is_named and _has_gradient(of_jax) and communicates(of_jax, axis):
+    is_sent = call.is_named and communicates(of_jax.jaxpr, axis)
+    if call.is_checked and is_sent and _has_gradient(of_jax.jaxpr):
         raise ValueError(_SUMS.format(place=call.place, axis=axis))
-    if _written(of_jax) != _written(call.body.jaxpr):
+    if _written(of_jax.jaxpr, of_jax.consts) != _written(call.body.jaxpr, call.body.consts):
         raise ValueError(_READ.format(place=call.place, axis=axis))
 
 
@@ -490,13 +499,22 @@ def _type_of(aval: Any) -> str:
     return f"{getattr(aval, 'dtype', aval)}{getattr(aval, 'shape', '')}"
 
 
-def _written(program: Jaxpr) -> list[Any]:
+def _value(x: Any) -> Any:
+    """What tells a constant from others."""
+    if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype"):
+        return id(x) if isinstance(x, jax.core.Tracer) else str(x)
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return str(x.dtype), np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+
+def _written(program: Jaxpr, constants: Sequence[Any] = ()) -> list[Any]:
     """What a program computes, without types of values."""
-    counted, numbers = itertools.count(), dict[Any, Any]()
+    counted = itertools.count()
+    numbers = dict[Any, Any](zip(program.constvars, map(_value, constants)))
 
     def number(x: Any) -> Any:
         if not isinstance(x, Var):
-            return str(x.val)
+            return _value(x.val)
         if x not in numbers:
             numbers[x] = next(counted)
         return numbers[x]
@@ -509,7 +527,8 @@ def _written(program: Jaxpr) -> list[Any]:
             continue
         settings = {key: str(x) for key, x in params.items() if _is_plain(x)}
         if name in compat.OPCODES:  # with types and without, it has other names and settings
-            name, settings = compat.OPCODES[name], {"over": str(compat.axes_of(params))}
+            name = name.removesuffix("_invariant")
+            settings = {"over": str(compat.axes_of(params)), "perm": str(params.get("perm"))}
         made = [(number(x), _type_of(x.aval)) for x in equation.outvars]
         inside = [_written(inner) for inner in compat.inner_programs(params)]
         written.append((name, [*map(number, equation.invars)], settings, made, inside))
@@ -592,7 +611,15 @@ def _typed(body: Callable[..., Any], axis_name: str, call: MappedCall, *args: An
 
 
 def _has_gradient(program: Jaxpr) -> bool:
-    return any("transpose(" in scopes for _, scopes in compat.scoped(program))
+    """Whether a program takes a gradient. A solve has a transposed one inside, which is none."""
+    return any(
+        "transpose(" in compat.name_stack(equation)
+        or (
+            equation.primitive.name != "custom_linear_solve"
+            and any(map(_has_gradient, compat.inner_programs(equation.params)))
+        )
+        for equation in program.eqns
+    )
 
 
 def communicates(program: Jaxpr, axis_name: str) -> bool:
@@ -699,7 +726,8 @@ MARKS = (MARK, TAG)
 # Values of one worker, typed as varying over workers inside a body. Cotangents go back as they are:
 # JAX's own cast to varying would sum them over workers.
 ENTERING = "enter_worker", "leave_worker"
-_IDENTITIES = {*MARKS, *ENTERING, *compat.CASTS, "claim_replicated"}  # that types alone have
+# What types alone have.
+_IDENTITIES = {*MARKS, *ENTERING, *compat.CASTS, "claim_replicated", "reshard"}
 _enter, _leave = (
     identity(name, lambda aval, *, axis_name, yes=yes: compat.with_varying(aval, axis_name, yes))
     for name, yes in zip(ENTERING, (True, False))
