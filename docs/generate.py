@@ -150,7 +150,7 @@ From 0.9 on, a name that stands here keeps its meaning. A release that renames o
 the old one for one more release, with a `DeprecationWarning` that says what to write.
 `jaxsparse.contrib` may change at once. So may names that stand on no page, and where files lie.
 Saved states are restored by releases with the same second number; between others, begin with a new
-state, or restore the parameters alone. Islands of one run have one release.
+state, or restore the parameters alone. All islands of a run take one release.
 
 ```{{toctree}}
 :hidden:

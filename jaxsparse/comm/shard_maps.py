@@ -500,9 +500,11 @@ def _type_of(aval: Any) -> str:
 
 
 def _value(x: Any) -> Any:
-    """What tells a constant from others."""
-    if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype"):
-        return id(x) if isinstance(x, jax.core.Tracer) else str(x)
+    """What tells a constant from others. Both programs close over the same traced values."""
+    if not hasattr(x, "dtype"):
+        return str(x)
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return id(x)
     is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
     return str(x.dtype), np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
 

@@ -20,8 +20,8 @@ def check_finite(grads: Any) -> None:
             jaxsparse.check_finite(jaxsparse.grad(loss_of)(params, batch))
 
     An exchange skips a step if a gradient is not finite, and counts it. It names nothing, because
-    the compiled step would have to stop, or to keep all gradients until it is known. A skipped step
-    leaves parameters as they were, but for weight decay, so the same batch shows it again.
+    the compiled step would have to stop, or to keep all gradients until it is known. What stands
+    behind the exchange sees zeros in a skipped step, so the same batch shows it again.
 
     Args:
         grads: gradients with a row for each worker, from `jaxsparse.value_and_grad`. All processes
