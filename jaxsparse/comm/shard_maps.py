@@ -20,13 +20,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxsparse.comm import compat
+from jaxsparse.comm.programs import communicates, has_gradient, written
 
 Typed = Literal["none", "named", "all"]
 
@@ -479,62 +479,14 @@ def _check_types(
             given = [x if mesh == here else compat.on_mesh(x, mesh) for x in args]
             of_jax = _traced(typed, given)
     except (TypeError, ValueError) as error:
-        if not call.is_checked or not _has_gradient(call.body.jaxpr):
+        if not call.is_checked or not has_gradient(call.body.jaxpr):
             return
         raise ValueError(_SUMS.format(place=call.place, axis=axis)) from error
-    is_sent = call.is_named and communicates(of_jax.jaxpr, axis)
-    if call.is_checked and is_sent and _has_gradient(of_jax.jaxpr):
+    is_sent = call.is_checked and communicates(of_jax.jaxpr, axis)
+    if is_sent and has_gradient(of_jax.jaxpr):
         raise ValueError(_SUMS.format(place=call.place, axis=axis))
-    if _written(of_jax.jaxpr, of_jax.consts) != _written(call.body.jaxpr, call.body.consts):
+    if written(of_jax, _IDENTITIES) != written(call.body, _IDENTITIES):
         raise ValueError(_READ.format(place=call.place, axis=axis))
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether a setting is a number, a name, or a tuple of these."""
-    is_one = isinstance(x, str | int | float | None)
-    return is_one or (isinstance(x, tuple) and all(map(_is_plain, x)))
-
-
-def _type_of(aval: Any) -> str:
-    return f"{getattr(aval, 'dtype', aval)}{getattr(aval, 'shape', '')}"
-
-
-def _value(x: Any) -> Any:
-    """What tells a constant from others. Both programs close over the same traced values."""
-    if not hasattr(x, "dtype"):
-        return str(x)
-    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
-        return id(x)
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
-    return str(x.dtype), np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
-
-
-def _written(program: Jaxpr, constants: Sequence[Any] = ()) -> list[Any]:
-    """What a program computes, without types of values."""
-    counted = itertools.count()
-    numbers = dict[Any, Any](zip(program.constvars, map(_value, constants)))
-
-    def number(x: Any) -> Any:
-        if not isinstance(x, Var):
-            return _value(x.val)
-        if x not in numbers:
-            numbers[x] = next(counted)
-        return numbers[x]
-
-    written = list[Any]([number(x) for x in program.invars])
-    for equation in program.eqns:
-        name, params = equation.primitive.name, equation.params
-        if name in _IDENTITIES:
-            numbers.update(zip(equation.outvars, map(number, equation.invars)))
-            continue
-        settings = {key: str(x) for key, x in params.items() if _is_plain(x)}
-        if name in compat.OPCODES:  # with types and without, it has other names and settings
-            name = name.removesuffix("_invariant")
-            settings = {"over": str(compat.axes_of(params)), "perm": str(params.get("perm"))}
-        made = [(number(x), _type_of(x.aval)) for x in equation.outvars]
-        inside = [_written(inner) for inner in compat.inner_programs(params)]
-        written.append((name, [*map(number, equation.invars)], settings, made, inside))
-    return [*written, [number(x) for x in program.outvars]]
 
 
 def _is_own_use(equation: Any, scopes: str, axis_name: str) -> bool:
@@ -601,37 +553,8 @@ def _typed(body: Callable[..., Any], axis_name: str, call: MappedCall, *args: An
             f"over values of shapes {[x.shape for x in closed]}: pass them as arguments, with "
             "in_specs of their own, or give it check_vma=False"
         )
-    is_judged = call.is_named  # by JAX's own types, see `_run`
-    if not is_judged and _has_gradient(traced.jaxpr) and communicates(traced.jaxpr, axis_name):
-        raise ValueError(
-            f"the jax.shard_map at {call.place} takes a gradient inside, and communicates over the "
-            f"workers' axis {axis_name!r}. With checked types JAX would sum that gradient over "
-            "workers, and not here: give it check_vma=False"
-        )
     results, specs = body(*args).unpack_aux()
     return results.map(lambda x: leave(x, axis_name)).with_aux(specs)
-
-
-def _has_gradient(program: Jaxpr) -> bool:
-    """Whether a program takes a gradient. A solve has a transposed one inside, which is none."""
-    return any(
-        "transpose(" in compat.name_stack(equation)
-        or (
-            equation.primitive.name != "custom_linear_solve"
-            and any(map(_has_gradient, compat.inner_programs(equation.params)))
-        )
-        for equation in program.eqns
-    )
-
-
-def communicates(program: Jaxpr, axis_name: str) -> bool:
-    """Whether an operation anywhere in the program communicates over the axis."""
-    return any(_is_over(equation, axis_name) for equation, _ in compat.scoped(program))
-
-
-def _is_over(equation: Any, axis_name: str) -> bool:
-    is_sent = equation.primitive.name in compat.OPCODES
-    return is_sent and axis_name in compat.axes_of(equation.params)
 
 
 def calls_in(program: Jaxpr) -> list[MappedCall]:

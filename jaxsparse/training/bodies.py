@@ -5,6 +5,7 @@ from typing import Any
 from jax.extend.core import Jaxpr
 
 from jaxsparse.comm import compat, meshes, shard_maps
+from jaxsparse.comm.programs import communicates
 from jaxsparse.training import ranks
 
 # How a body uses the axis of workers: "sums" are the same in any order of them, "rank" tells them
@@ -148,7 +149,7 @@ def check_sums(program: Jaxpr, axis_name: str) -> None:
     tangents, least = dict[str, dict[int, Any]](), dict[str, int]()
     for equation, scopes in compat.scoped(program):
         name = equation.primitive.name
-        over = lambda program: program and shard_maps.communicates(program.jaxpr, axis_name)
+        over = lambda program: program and communicates(program.jaxpr, axis_name)
         fix = ""
         if name == "linear_call" and over(equation.params["callee"]):
             fix = "use jax.custom_vjp"

@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr
 
 from jaxsparse.comm import compat, meshes, shard_maps
 from jaxsparse.comm.flow import Reading
+from jaxsparse.comm.programs import communicates
 from jaxsparse.feedback.axes import MOVES, ONE_BY_ONE, OTHERS
 
 # What a value is made of, as bits: a worker's rows, or what is drawn from keys of its own; its
@@ -65,7 +66,7 @@ class Ranks(Reading[int]):
 
     def decided(self, equation: Any, by: int, inputs: list[int]) -> None:
         programs = [*compat.inner_programs(equation.params)]
-        if by and any(shard_maps.communicates(inner, self._axis_name) for inner in programs):
+        if by and any(communicates(inner, self._axis_name) for inner in programs):
             inside = (e for inner in programs for e, _ in compat.scoped(inner))
             every = filter(None, (equation, self.around, *inside))
             where = next((e for e in every if compat.frames_of(e)[0]), equation)
