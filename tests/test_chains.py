@@ -152,8 +152,9 @@ BEHIND = {
 @pytest.mark.parametrize("case", BEHIND)
 def test_what_a_momentum_in_the_exchange_changes_is_warned_of(case):
     tx, message = BEHIND[case]
-    with pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext():
+    with pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext() as told:
         check(tx, START)
+    assert message is None or told[0].filename == __file__
 
 
 NORMS = optax.monitor({"norm": lambda updates, **_: optax.tree.norm(updates)})
